@@ -1,0 +1,60 @@
+"""The `hpcpipe` command: a group whose subcommands are imported only when they are called.
+
+A login node has no GPU and often no working MPI, so `--help` and the planning commands must load neither.
+Errors that the user can mend end in one line and exit code 2; every option can also come from the environment
+(`HPCPIPE_<COMMAND>_<OPTION>`).
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from hpcpipe import __version__
+from hpcpipe.errors import HpcpipeError
+
+_COMMANDS = {
+    "train": ("hpcpipe.cli.train", "Train a model as a pipeline over the ranks of this job."),
+    "schedule": ("hpcpipe.cli.schedule", "Show or verify a schedule."),
+    "checkpoint": ("hpcpipe.cli.checkpoint", "List, show, verify or export checkpoints."),
+    "doctor": ("hpcpipe.cli.doctor", "Say what this installation can do and what it would use."),
+    "bench": ("hpcpipe.cli.bench", "Measure the update, a link, or a whole pipeline."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _ = _COMMANDS[cmd_name]
+        command = getattr(import_module(module), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"auto_envvar_prefix": "HPCPIPE"})
+@click.version_option(__version__, prog_name="hpcpipe")
+def hpcpipe() -> None:
+    """Asynchronous pipeline-parallel training of PyTorch models over MPI."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        hpcpipe()
+    except HpcpipeError as error:
+        click.echo(f"hpcpipe: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
