@@ -1,0 +1,197 @@
+"""Builds the stages of one rank from the configuration: layers, weights, update rule, channels.
+
+Everything that a `StageRunner` is made of comes together here; nothing runs yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hpcpipe.config import AdamwConfig, RunConfig, SgdConfig, group_of
+from hpcpipe.datasets.protocol import DataDescription, Dataset
+from hpcpipe.engine.horizon import Horizon
+from hpcpipe.engine.objective import Objective
+from hpcpipe.engine.plan import Plan
+from hpcpipe.engine.runner import Channels, StageRunner
+from hpcpipe.engine.stage import Stage
+from hpcpipe.engine.steering import Steering
+from hpcpipe.engine.weights import WeightStore
+from hpcpipe.errors import ModelError
+from hpcpipe.models.layers import LayerSpec, make_layers
+from hpcpipe.models.loss import make_loss, make_metrics
+from hpcpipe.optim.flat import FlatLayout
+from hpcpipe.optim.rules import AdamOptions, RuleOptions, SgdOptions, make_rule
+from hpcpipe.optim.schedules import LearningRate
+from hpcpipe.schedule import Schedule
+from hpcpipe.schedule.rings import ring_depths
+from hpcpipe.transport.message import ChannelId, Kind
+from hpcpipe.transport.transport import Transport
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def learning_rate(config: RunConfig, updates: int) -> LearningRate:
+    """The learning-rate schedule of a run of `updates` updates."""
+    schedule = config.lr_schedule
+    options = schedule.model_dump(exclude={"name", "total", "warmup", "step_every", "min_lr"})
+    if schedule.name in ("cosine", "linear"):
+        options["total"] = max(schedule.total or updates, schedule.warmup + 1)
+    if schedule.name == "cosine":
+        options["minimum"] = schedule.min_lr
+    if schedule.name == "step":
+        options["every"] = schedule.step_every
+    return LearningRate(base=config.optimizer.lr, schedule=schedule.name, warmup=schedule.warmup, **options)
+
+
+def rule_options(optimizer: SgdConfig | AdamwConfig) -> RuleOptions:
+    """Options of each parameter group: the optimizer's own first, then one for each of its groups."""
+    decays = [optimizer.weight_decay] + [
+        optimizer.weight_decay if group.weight_decay is None else group.weight_decay for group in optimizer.groups
+    ]
+    if isinstance(optimizer, AdamwConfig):
+        return [
+            AdamOptions(betas=optimizer.betas, eps=optimizer.eps, weight_decay=decay, maximize=optimizer.maximize)
+            for decay in decays
+        ]
+    return [
+        SgdOptions(
+            momentum=optimizer.momentum,
+            dampening=optimizer.dampening,
+            weight_decay=decay,
+            nesterov=optimizer.nesterov,
+            maximize=optimizer.maximize,
+        )
+        for decay in decays
+    ]
+
+
+def build_runners(
+    config: RunConfig,
+    *,
+    plan: Plan,
+    specs: Sequence[LayerSpec],
+    stages: Sequence[int],
+    schedule: Schedule,
+    data: Dataset,
+    steering: Steering,
+    device: torch.device,
+) -> tuple[dict[int, StageRunner], list[str]]:
+    """The runners of the rank that owns `stages`, without channels, and what a user should know about them.
+
+    Raises ModelError for a layer that cannot be trained.
+    """
+    runners: dict[int, StageRunner] = {}
+    notes: list[str] = []
+    description = data.describe()
+    for index in stages:
+        first, last = plan.bounds[index]
+        stage = Stage(
+            index,
+            plan.layers_of(index),
+            make_layers(specs[first:last], config.run.seed),
+            seed=config.run.seed,
+            device=device,
+        )
+        weights, note = _weights(config, stage, schedule, device)
+        if note is not None and note not in notes:
+            notes.append(note)
+        runners[index] = StageRunner(
+            stage=stage,
+            weights=weights,
+            schedule=schedule,
+            data=data,
+            objective=_objective(config, description),
+            steering=steering,
+            device=device,
+            dtype=DTYPES[config.run.dtype],
+            keep_derived=config.pipeline.derived == "keep_forward",
+        )
+    return runners, notes
+
+
+def connect(
+    runners: Mapping[int, StageRunner],
+    transport: Transport,
+    *,
+    plan: Plan,
+    ranks: int,
+    schedule: Schedule,
+    data: Dataset,
+    rows: int,
+) -> None:
+    """Make the channels between stages; `rows` is the size of a full minibatch."""
+    depths = ring_depths(schedule, [plan.stages_of(rank) for rank in range(ranks)])
+    full_rows = {
+        Kind.ACTIVATION: -(-rows // schedule.microbatches),
+        Kind.GRADIENT: -(-rows // schedule.microbatches),
+        Kind.EVALUATION: data.eval_rows(0) if data.eval_batches else None,
+    }
+
+    def channel(source: int, destination: int, kind: Kind) -> tuple[ChannelId, int]:
+        depth = depths.get((source, destination, kind.word), 1)
+        return ChannelId(source=source, destination=destination, kind=kind), depth
+
+    for index, runner in runners.items():
+        channels = Channels()
+        if index > 0:
+            previous = index - 1
+            name, depth = channel(previous, index, Kind.ACTIVATION)
+            channels.activations_in = transport.receiver(name, depth=depth)
+            name, depth = channel(previous, index, Kind.EVALUATION)
+            channels.evaluations_in = transport.receiver(name, depth=depth)
+            name, depth = channel(index, previous, Kind.GRADIENT)
+            channels.gradients_out = transport.sender(name, depth=depth, full_rows=full_rows[Kind.GRADIENT])
+        if index < schedule.stages - 1:
+            following = index + 1
+            name, depth = channel(index, following, Kind.ACTIVATION)
+            channels.activations_out = transport.sender(name, depth=depth, full_rows=full_rows[Kind.ACTIVATION])
+            name, depth = channel(index, following, Kind.EVALUATION)
+            channels.evaluations_out = transport.sender(name, depth=depth, full_rows=full_rows[Kind.EVALUATION])
+            name, depth = channel(following, index, Kind.GRADIENT)
+            channels.gradients_in = transport.receiver(name, depth=depth)
+        runner.channels = channels
+
+
+def _weights(
+    config: RunConfig, stage: Stage, schedule: Schedule, device: torch.device
+) -> tuple[WeightStore, str | None]:
+    """The weights of a stage at version 0, as its layers were initialised."""
+    dtype = DTYPES[config.run.dtype]
+    masters = torch.float64 if dtype is torch.float64 else torch.float32
+    trained = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
+    for name, parameter in trained:
+        if parameter.dtype is not torch.float32:
+            raise ModelError(
+                f"parameter {stage.public_name(name)!r} is {parameter.dtype}: build layers in float32 and choose "
+                "what they compute in with run.dtype"
+            )
+    groups = config.optimizer.groups
+    layout = FlatLayout(
+        [(name, tuple(p.shape), group_of(stage.public_name(name), groups)) for name, p in trained], masters
+    )
+    options = rule_options(config.optimizer)
+    rule, note = make_rule(
+        options, layout, backend=config.optimizer.backend, device=device, keep_velocity=schedule.predicts
+    )
+    horizon = Horizon(
+        learning_rate(config, schedule.minibatches),
+        target=config.pipeline.target,
+        momentum=options[0].damping,
+        scales=[1.0, *(group.lr_scale for group in groups)],
+        decays=[group.decoupled_weight_decay for group in options],
+    )
+    weights = WeightStore(layout, rule=rule, horizon=horizon, device=device, dtype=dtype)
+    weights.start_from(0, {name: parameter.detach() for name, parameter in trained})
+    for parameter in stage.parameters():
+        if parameter.requires_grad:
+            # Never read again: the store's leaves take its place in every pass.
+            parameter.data = parameter.data.new_empty(0)
+        elif parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return weights, note
+
+
+def _objective(config: RunConfig, description: DataDescription) -> Objective:
+    return Objective(make_loss(config.loss), make_metrics(config.loss, config.model, description))

@@ -1,0 +1,164 @@
+"""Checkpoints of a running job: from the cut at each stage to the committed set.
+
+Each rank copies the state of its stages when they pass the cut, writes its file in the background, and reports it
+to rank 0, which commits the set once every rank has reported and then retires old ones. Nobody waits for anybody,
+unless a cut comes while the write of the one before is not done. Names and bytes on disk belong to `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcpipe.checkpoint.background import BackgroundWriter
+from hpcpipe.checkpoint.interval import young_daly
+from hpcpipe.checkpoint.layout import FileReport, new_set_directory
+from hpcpipe.checkpoint.record import commit
+from hpcpipe.checkpoint.retention import retire
+from hpcpipe.engine.runner import StageRunner
+from hpcpipe.engine.snapshot import HostCopies, named_state, stage_meta
+from hpcpipe.errors import HpcpipeError
+from hpcpipe.transport.reports import Reports
+from hpcpipe.transport.wait import Condition, Waiter
+from hpcpipe.transport.world import World
+
+_WRITTEN = 1
+_FAILED = 0
+REPORT_LENGTH = 2 + len(FileReport._fields)
+
+
+class Checkpoints:
+    """The checkpoints of one rank.
+
+    `meta` is the JSON that describes the run; `say` takes a line for the user. `committed` is the step (updates
+    applied) of the newest set that rank 0 has committed, None before the first.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        world: World,
+        waiter: Waiter,
+        stages: int,
+        meta: dict[str, Any],
+        keep_last: int,
+        keep_every: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self.committed: int | None = None
+        self.copy_seconds = 0.0
+        self._root = root
+        self._world = world
+        self._waiter = waiter
+        self._stages = stages
+        self._meta = meta
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._say = say
+        self._writer = BackgroundWriter()
+        self._writing = 0
+        self._reports = Reports(world, waiter, length=REPORT_LENGTH)
+        self._copies = HostCopies()
+        self._stage_metas: dict[str, Any] = {}
+        self._taken = 0
+        self._uncommitted: defaultdict[int, list[FileReport | None]] = defaultdict(list)
+        self._directories: dict[int, Path] = {}
+
+    @property
+    def write_seconds(self) -> float:
+        """What the last checkpoint cost this rank: copy and write, in seconds."""
+        return self.copy_seconds + self._writer.seconds
+
+    def optimal_interval(self, between_failures_s: float) -> float | None:
+        """Seconds between checkpoints after Young and Daly, from the measured cost; None before the first."""
+        return young_daly(self.write_seconds, between_failures_s) if self._writer.seconds else None
+
+    def take(self, runner: StageRunner) -> bool:
+        """Copy the state of a stage that has just passed a cut; True when it was the rank's last stage to do so.
+
+        The write of the whole rank then starts in the background.
+        """
+        if self._taken == 0:
+            self._finish_write()
+            self._copies.clear()
+            self._stage_metas = {}
+        began = time.perf_counter()
+        for path, tensor in named_state(runner):
+            self._copies.copy(path, tensor)
+        self.copy_seconds = time.perf_counter() - began
+        self._stage_metas[str(runner.stage.index)] = stage_meta(runner)
+        self._taken += 1
+        if self._taken < self._stages:
+            return False
+        self._taken = 0
+        self._writing = runner.weights.newest
+        directory = new_set_directory(self._root, self._writing)
+        self._directories[self._writing] = directory
+        meta = {"step": self._writing, "stages": self._stage_metas}
+        self._writer.submit(directory, self._world.rank, self._copies.arrays, meta, self._copies.bf16)
+        return True
+
+    def poll(self) -> None:
+        """Report a write that is done, and on rank 0 commit a set that is complete; cheap, never waits."""
+        if self._writer.busy:
+            self._report()
+        if self._world.rank == 0:
+            self._collect(self._reports.poll())
+
+    def finish(self) -> int | None:
+        """Wait for the last write and the last commit; the step committed last, the same on every rank."""
+        self._finish_write()
+        self._collect(self._reports.finish())
+        committed: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
+        return committed
+
+    def _finish_write(self) -> None:
+        if self._writer.busy:
+            self._waiter.wait(
+                [Condition(self._report)],
+                f"the checkpoint of step {self._writing} to be written to {self._root}",
+                kind="checkpoint",
+            )
+
+    def _report(self) -> bool:
+        """Whether the write is done; if so rank 0 is told how it went."""
+        try:
+            report = self._writer.poll()
+        except OSError as error:
+            self._say(f"rank {self._world.rank}: checkpoint of step {self._writing} was NOT written: {error}")
+            self._reports.send([self._writing, _FAILED, *([0] * len(FileReport._fields))])
+            return True
+        if report is None:
+            return False
+        self._reports.send([self._writing, _WRITTEN, *report])
+        return True
+
+    def _collect(self, arrived: list[tuple[int, list[int]]]) -> None:
+        for _, (step, outcome, *fields) in arrived:
+            reports = self._uncommitted[step]
+            reports.append(FileReport(*fields) if outcome == _WRITTEN else None)
+            if len(reports) == self._world.size:
+                self._commit(step, self._uncommitted.pop(step))
+
+    def _commit(self, step: int, reports: list[FileReport | None]) -> None:
+        directory = self._directories.pop(step)
+        whole = [report for report in reports if report is not None]
+        if len(whole) < len(reports):
+            self._say(f"checkpoint of step {step} is not committed: {len(reports) - len(whole)} ranks failed")
+            return
+        try:
+            commit(directory, whole, {**self._meta, "step": step})
+        except (OSError, HpcpipeError) as error:
+            self._say(f"checkpoint of step {step} is not committed: {error}")
+            return
+        self.committed = step
+        try:
+            faults = retire(self._root, self._keep_last, self._keep_every).faults
+        except HpcpipeError as error:
+            faults = [str(error)]
+        for fault in faults:
+            self._say(f"an old checkpoint is still there: {fault}")

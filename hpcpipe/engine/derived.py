@@ -1,0 +1,70 @@
+"""Finds saved tensors that were computed from weights alone, such as a cast or a normalised weight.
+
+The substitution of backward weights recognises a saved weight by its storage. What autograd saves of a *derived
+copy* of a weight (autocast, weight_norm, cat of two weights) escapes it and keeps the forward's values, which is
+wrong wherever forward and backward use different weights. The first forward of a stage runs under this dispatch
+mode, which follows what depends on weights and on nothing that came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """A saved tensor that depends on weights only: where it was made."""
+
+    layer: str
+    op: str
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows tensors through one forward pass by their storage.
+
+    A tensor is `derived` if it was computed from weights (or derived tensors) and constants, and `incoming` if a
+    stage input went into it. Tensors made from nothing, and buffers, are constants. `layer` is asked for the name
+    of the layer that runs.
+    """
+
+    def __init__(self, *, weights: int, inputs: Iterable[Tensor], layer: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[Derived] = []
+        self._layer = layer
+        self._weights = weights
+        self._incoming = {_storage(tensor) for tensor in inputs}
+        self._derived: dict[int, Derived] = {}
+        # Holding every tensor keeps the allocator from giving a storage to two tensors during the pass.
+        self._alive: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sources = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._alive += made
+        if sources & self._incoming:
+            self._incoming.update(_storage(t) for t in made)
+        elif self._weights in sources or sources & self._derived.keys():
+            origin = Derived(layer=self._layer(), op=str(func))
+            for tensor in made:
+                if _storage(tensor) != self._weights:
+                    self._derived.setdefault(_storage(tensor), origin)
+        return result
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Called for each tensor that autograd saves and that is no view of a weight."""
+        origin = self._derived.get(_storage(tensor))
+        if origin is not None and origin not in self.found:
+            self.found.append(origin)

@@ -1,0 +1,146 @@
+"""Executes one rank's actions: the only place where schedule, stages, checkpoints and observation meet.
+
+It takes each action from the list, has the action's stage carry it out, and after an update looks whether there is
+something to record, to cut or to end. It knows no schedule; what comes next is the list's business.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpcpipe.engine.checkpoints import Checkpoints
+from hpcpipe.engine.runner import StageRunner
+from hpcpipe.engine.steering import Steering
+from hpcpipe.errors import NonFiniteError
+from hpcpipe.observe.activity import Activity
+from hpcpipe.schedule import Action, Op, Schedule
+
+Clip = Callable[[Action], None]
+
+
+class Record(Protocol):
+    """Whoever wants to know how training goes; only the rank of the last stage calls it."""
+
+    def minibatch_done(self, minibatch: int, loss: float) -> None:
+        """U(minibatch) is done at the last stage."""
+
+    def evaluated(self, minibatch: int, figures: Mapping[str, float]) -> None:
+        """The evaluation behind U(minibatch) is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank's loop ended: the minibatch of its last update, and whether it was asked to stop there."""
+
+    last_update: int
+    stopped: bool
+
+
+class Engine:
+    """One rank at work.
+
+    `norm_squared` sums squared gradient norms over all ranks, for clipping by the global norm in synchronous
+    schedules; in asynchronous ones each stage clips by its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        runners: Mapping[int, StageRunner],
+        steering: Steering,
+        checkpoints: Checkpoints,
+        record: Record,
+        activity: Activity,
+        progress: Callable[[], None],
+        clip_norm: float | None,
+        norm_squared: Callable[[float], float],
+        stop_on_nonfinite: bool,
+    ) -> None:
+        self._schedule = schedule
+        self._runners = runners
+        self._steering = steering
+        self._checkpoints = checkpoints
+        self._record = record
+        self._activity = activity
+        self._progress = progress
+        self._clip_norm = clip_norm
+        self._norm_squared = norm_squared
+        self._stop_on_nonfinite = stop_on_nonfinite
+        self._waiting_for_norm: list[Action] = []
+        self._do: Mapping[Op, Callable[[StageRunner, Action], None]] = {
+            Op.FORWARD: StageRunner.forward,
+            Op.BACKWARD: StageRunner.backward,
+            Op.UPDATE: self._update,
+            Op.PREDICT: StageRunner.predict,
+            Op.EVALUATE: self._evaluate,
+            Op.RECEIVE_ACTIVATION: StageRunner.receive_activation,
+            Op.SEND_ACTIVATION: StageRunner.send_activation,
+            Op.RECEIVE_GRADIENT: StageRunner.receive_gradient,
+            Op.SEND_GRADIENT: StageRunner.send_gradient,
+            Op.RECEIVE_EVALUATION: StageRunner.receive_evaluation,
+            Op.SEND_EVALUATION: StageRunner.send_evaluation,
+        }
+
+    def run(self, actions: Iterable[Action]) -> Ending:
+        """Execute `actions` to their end, or to the cut at which the run is told to stop."""
+        for action in actions:
+            runner = self._runners[action.stage]
+            if self._is_past_stop(runner):
+                if all(self._is_past_stop(other) for other in self._runners.values()):
+                    break
+                continue
+            began = time.perf_counter()
+            self._do[action.op](runner, action)
+            self._activity.note(action, began, time.perf_counter())
+            self._progress()
+        done = min(runner.next_update for runner in self._runners.values()) - 1
+        return Ending(last_update=done, stopped=self._steering.stop_after is not None)
+
+    def _is_past_stop(self, runner: StageRunner) -> bool:
+        stop = self._steering.stop_after
+        return stop is not None and runner.next_update > stop
+
+    def _update(self, runner: StageRunner, action: Action) -> None:
+        if self._clip_norm is None:
+            self._apply(runner, action, 1.0)
+        elif not self._schedule.synchronous:
+            self._apply(runner, action, self._clip_factor(runner.gradient_norm_squared()))
+        else:
+            # One global norm needs the gradients of all stages; no stage goes on before its update.
+            self._waiting_for_norm.append(action)
+            if len(self._waiting_for_norm) == len(self._runners):
+                actions, self._waiting_for_norm = self._waiting_for_norm, []
+                own = sum(r.gradient_norm_squared() for r in self._runners.values())
+                factor = self._clip_factor(self._norm_squared(own))
+                for waiting in actions:
+                    self._apply(self._runners[waiting.stage], waiting, factor)
+
+    def _clip_factor(self, norm_squared: float) -> float:
+        """As torch.nn.utils.clip_grad_norm_ computes it."""
+        assert self._clip_norm is not None
+        return min(1.0, self._clip_norm / (math.sqrt(norm_squared) + 1e-6))
+
+    def _apply(self, runner: StageRunner, action: Action, grad_scale: float) -> None:
+        minibatch = action.minibatch
+        loss = runner.losses.take_minibatch() if runner.is_last else 0.0
+        if self._stop_on_nonfinite and not math.isfinite(loss):
+            raise NonFiniteError(
+                f"the loss of minibatch {minibatch} is {loss}: lower optimizer.lr, clip gradients "
+                '(optimizer.clip_norm), or let it pass with optimizer.on_nonfinite = "continue"'
+            )
+        runner.update(action, grad_scale=grad_scale)
+        if runner.is_last:
+            self._record.minibatch_done(minibatch, loss)
+        if self._steering.cuts_at(minibatch) and self._checkpoints.take(runner):
+            self._steering.passed(minibatch)
+        self._checkpoints.poll()
+
+    def _evaluate(self, runner: StageRunner, action: Action) -> None:
+        runner.evaluate(action)
+        if runner.is_last and action.microbatch == self._schedule.evaluation_batches - 1:
+            self._record.evaluated(action.minibatch, runner.evaluation_figures())

@@ -1,0 +1,162 @@
+"""The passes of one stage: forward, backward and evaluation on given weights.
+
+Owns what PyTorch needs to run them right: other weights in the backward than in the forward, inputs that a layer
+changes in place, tensors that the substitution cannot see. Knows nothing of messages, data or versions' lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from hpcpipe.engine.derived import DerivedTensors
+from hpcpipe.engine.stage import Stage
+from hpcpipe.engine.substitution import Substitution
+from hpcpipe.engine.weights import WeightBuffer
+from hpcpipe.errors import ModelError
+
+Head = Callable[[tuple[Tensor, ...]], Tensor]
+"""Turns the last stage's outputs into the loss."""
+
+
+@dataclass(kw_only=True)
+class ForwardPass:
+    """What stays of F(j) until B(j): the graph from `inputs` and the weights' leaves to `outputs`."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    weights: WeightBuffer
+    substitution: Substitution | None
+
+
+class Passes:
+    """Runs the passes of one stage.
+
+    `keep_derived` lets saved tensors that were computed from weights alone keep the forward's values in a
+    backward pass on other weights; without it such a layer is refused.
+    """
+
+    def __init__(self, stage: Stage, *, keep_derived: bool) -> None:
+        self.notices: list[str] = []
+        self._stage = stage
+        self._keep_derived = keep_derived
+        # functional_call looks for ties on every call unless told that there are none.
+        names = sum(1 for _ in stage.named_parameters(remove_duplicate=False))
+        self._tied = names > sum(1 for _ in stage.named_parameters())
+        self._changes_inputs: bool | None = None
+        self._looked_for_derived = False
+
+    def forward(
+        self,
+        minibatch: int,
+        microbatch: int,
+        inputs: tuple[Tensor, ...],
+        weights: WeightBuffer,
+        *,
+        substitute: bool,
+        head: Head | None,
+    ) -> ForwardPass:
+        """Run the stage on `inputs` (leaves). `substitute`: the backward will run on other weights.
+
+        Raises ModelError for a layer that cannot be trained that way.
+        """
+        watch = self._watch_for_derived(weights, inputs) if substitute else None
+        substitution = Substitution(weights, watch) if substitute else None
+        versions = [tensor._version for tensor in inputs]
+        given = self._given_to_first_layer(inputs)
+        with substitution.hooks() if substitution else nullcontext(), watch or nullcontext():
+            outputs = self._call(weights, self._stage.run, minibatch, microbatch, *given)
+            if head is not None:
+                outputs = (head(outputs),)
+        self._check_inputs(inputs, versions, given)
+        if watch is not None:
+            self._report_derived(watch)
+        return ForwardPass(inputs=inputs, outputs=outputs, weights=weights, substitution=substitution)
+
+    def backward(
+        self, done: ForwardPass, weights: WeightBuffer, gradients: Sequence[Tensor | None] | None
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+        """Gradients of `done`'s inputs and of each weight, None where there is none.
+
+        `gradients` belong to `done.outputs`; None means that the output is the loss.
+        """
+        if done.substitution is not None:
+            done.substitution.backward = weights
+        wanted = [tensor for tensor in done.inputs if tensor.requires_grad]
+        leaves = list(done.weights.leaves.values())
+        given = [None] * len(done.outputs) if gradients is None else gradients
+        roots = [
+            (output, gradient)
+            for output, gradient in zip(done.outputs, given, strict=True)
+            if output.requires_grad and (gradients is None or gradient is not None)
+        ]
+        found: tuple[Tensor | None, ...] = (None,) * (len(wanted) + len(leaves))
+        if roots and found:
+            outputs, output_gradients = zip(*roots, strict=True)
+            # Recomputation inside the backward pass (torch.utils.checkpoint) reads the module's parameters,
+            # so they must be the backward's weights meanwhile.
+            found = self._call(
+                weights,
+                torch.autograd.grad,
+                outputs,
+                [*wanted, *leaves],
+                output_gradients,
+                None,
+                False,
+                True,
+            )
+        of_inputs = iter(found[: len(wanted)])
+        return (
+            tuple(next(of_inputs) if tensor.requires_grad else None for tensor in done.inputs),
+            found[len(wanted) :],
+        )
+
+    def evaluate(self, inputs: tuple[Tensor, ...], weights: WeightBuffer) -> tuple[Tensor, ...]:
+        """Run the stage in evaluation mode, without a graph."""
+        self._stage.eval()
+        with torch.no_grad():
+            outputs = self._call(weights, self._stage.run, 0, 0, *self._given_to_first_layer(inputs))
+        self._stage.train()
+        return outputs
+
+    def _call(self, weights: WeightBuffer, function: Callable[..., object], *args: object) -> tuple[Tensor, ...]:
+        result = functional_call(self._stage, weights.leaves, (function, *args), tie_weights=self._tied)
+        return tuple(result)
+
+    def _given_to_first_layer(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies, for a stage that changes its inputs in place; the first pass finds out whether it does."""
+        if self._changes_inputs is False:
+            return inputs
+        return tuple(tensor.clone() for tensor in inputs)
+
+    def _check_inputs(self, inputs: tuple[Tensor, ...], versions: list[int], given: tuple[Tensor, ...]) -> None:
+        if self._changes_inputs is None:
+            # A fresh clone is at version 0.
+            self._changes_inputs = any(tensor._version for tensor in given)
+        elif not self._changes_inputs and versions != [tensor._version for tensor in inputs]:
+            raise ModelError(
+                f"layer {self._stage.names[0]!r} changed its input in place, though it did not on the first "
+                "minibatch: make the change out of place"
+            )
+
+    def _watch_for_derived(self, weights: WeightBuffer, inputs: tuple[Tensor, ...]) -> DerivedTensors | None:
+        if self._looked_for_derived:
+            return None
+        self._looked_for_derived = True
+        return DerivedTensors(weights=weights.pointer, inputs=inputs, layer=lambda: self._stage.running)
+
+    def _report_derived(self, watch: DerivedTensors) -> None:
+        for found in watch.found:
+            what = f"layer {found.layer!r} keeps a tensor computed from its weights alone ({found.op})"
+            if not self._keep_derived:
+                raise ModelError(
+                    f"{what}, so its backward pass cannot use other weights than its forward pass: set "
+                    'pipeline.policy = "stash", or pipeline.derived = "keep_forward" to let this tensor '
+                    "keep the forward's values"
+                )
+            self.notices.append(f"{what}: its backward pass uses the forward's values there")

@@ -1,0 +1,274 @@
+"""Starts a run from a checkpoint: to the bit on the same pipeline, equivalently on any other.
+
+On the same pipeline each stage gets back every live version and re-runs, on the weights they ran on, the forwards
+that were in flight at the cut; what the next stage had not consumed is sent again. On another pipeline each stage
+takes weights and optimizer state of its layers and the pipeline is filled anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hpcpipe.checkpoint.layout import COMMIT_NAME
+from hpcpipe.checkpoint.reader import Part
+from hpcpipe.checkpoint.sets import CheckpointSet, choose, find_sets, newest_valid, open_set
+from hpcpipe.engine.plan import Plan
+from hpcpipe.engine.runner import StageRunner
+from hpcpipe.engine.snapshot import to_tensor
+from hpcpipe.errors import CheckpointError
+from hpcpipe.schedule import Action, Op, Schedule, cut_at
+
+_Getter = Callable[[str, str], Tensor]
+"""(layer, path within it) -> stored tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Where a run goes on: the set, its step (updates applied), and whether that is exact.
+
+    `first` is the minibatch that filled the pipeline: the checkpoint's own if exact, else `step`.
+    """
+
+    path: str
+    step: int
+    exact: bool
+    first: int
+
+
+def pipeline_identity(plan: Plan, schedule: Schedule, dtype: str) -> dict[str, Any]:
+    """Everything that must be the same for a continued run to equal the unbroken one to the bit, as JSON."""
+    return {
+        "schedule": schedule.name,
+        "policy": schedule.policy.value,
+        "target": schedule.target.value,
+        "microbatches": schedule.microbatches,
+        "drain_every": schedule.drain_every,
+        "layers": [list(plan.layers_of(stage)) for stage in range(plan.stages)],
+        "dtype": dtype,
+    }
+
+
+def find_checkpoint(option: str, directory: Path, say: Callable[[str], None]) -> CheckpointSet | None:
+    """The set to resume from: `option` is "auto" or a path; None when "auto" finds none.
+
+    Raises CheckpointError when a named one cannot be used.
+    """
+    if option == "auto":
+        found, skipped = newest_valid(directory / "checkpoints")
+    else:
+        found, skipped = choose(Path(option), deep=True)
+    for reason in skipped:
+        say(f"checkpoint passed over: {reason}")
+    return found
+
+
+def refuse_to_overwrite(directory: Path) -> None:
+    """Raise CheckpointError if the run folder holds checkpoints that a fresh start would bury."""
+    if any(info.fault is None for info in find_sets(directory / "checkpoints")):
+        raise CheckpointError(
+            f"{directory} holds checkpoints of an earlier run: go on with --resume auto, start over with "
+            "--overwrite, or choose another folder with --out"
+        )
+
+
+def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, dtype: str) -> Resume:
+    """How to go on from `found` with this plan. Raises CheckpointError for a set of another model."""
+    meta = found.meta
+    if meta.get("fingerprint") != plan.fingerprint:
+        raise CheckpointError(
+            f"{found.path} is of another model (its layers or their shapes differ): resume with the run file "
+            "it was made with, or start another run with --out"
+        )
+    identity = {**pipeline_identity(plan, schedule, dtype), "first": meta["pipeline"].get("first")}
+    exact = meta["pipeline"] == identity and _same_in_flight(found, schedule, identity["first"])
+    return Resume(
+        path=str(found.path),
+        step=found.step,
+        exact=exact,
+        first=identity["first"] if exact else found.step,
+    )
+
+
+def _same_in_flight(found: CheckpointSet, schedule: Schedule, first: int) -> bool:
+    """Whether the minibatches in flight at the cut are those that this schedule would have in flight there."""
+    if found.step > schedule.minibatches:
+        return False
+    schedule = replace(schedule, first=first)
+    stages: dict[str, Any] = {}
+    for rank in range(found.ranks):
+        stages |= found.index(rank).meta["stages"]
+    return all(
+        [int(j) for j in stages[str(stage)]["in_flight"]]
+        == list(cut_at(schedule, stage, found.step - 1).in_flight)
+        for stage in range(schedule.stages)
+    )
+
+
+def restore_exactly(runner: StageRunner, found: CheckpointSet, schedule: Schedule) -> list[Action]:
+    """Bring `runner` to the state it had at the cut; returns the sends that are to be repeated."""
+    stage, weights = runner.stage, runner.weights
+    place = f"stages/{stage.index}"
+    part = _part_of_stage(found, stage.index)
+    minibatch = found.step - 1
+    cut = cut_at(schedule, stage.index, minibatch)
+    _restore_layers(runner, found.step, lambda layer, path: _get(part, f"layers/{layer}/{path}", found))
+    for version in cut.versions[:-1]:
+        _fill(runner, weights.add_version(version).flat, part, f"{place}/versions/{version}", found)
+    runner.next_update = found.step
+    meta = part.meta["stages"][str(stage.index)]["in_flight"]
+    newest_buffers = {name: tensor.clone() for name, tensor in runner.buffers.items()}
+    for j in cut.in_flight:
+        kept = f"{place}/predictions/{j}"
+        if any(path.startswith(kept + "/") for path in part.tree):
+            _fill(runner, weights.restore_forward_weights(j).flat, part, kept, found)
+        with torch.no_grad():
+            for name, tensor in runner.buffers.items():
+                layer, own = stage.split_name(name)
+                tensor.copy_(_get(part, f"{place}/inflight/{j}/buffers/{layer}/{own}", found))
+        inputs = tuple(
+            _get(part, f"{place}/inflight/{j}/inputs/{i}", found).to(runner.device).requires_grad_(wants)
+            for i, wants in enumerate(meta[str(j)])
+        )
+        action = Action(
+            op=Op.FORWARD,
+            stage=stage.index,
+            minibatch=j,
+            version=runner.program.forward_version(j),
+            distance=runner.program.forward_distance(j),
+        )
+        runner.run_forward(action, inputs, None)
+    with torch.no_grad():
+        for name, tensor in runner.buffers.items():
+            tensor.copy_(newest_buffers[name])
+    return [Action(op=Op.SEND_ACTIVATION, stage=stage.index, minibatch=j) for j in cut.resend]
+
+
+def restore_weights(runner: StageRunner, found: CheckpointSet) -> None:
+    """Take over weights, buffers and optimizer state of the stage's layers, wherever they were trained."""
+    parts = {layer: found.read_layer(layer) for layer in runner.stage.names}
+    _restore_layers(
+        runner,
+        found.step,
+        lambda layer, path: _get(parts[layer], path, found),
+        buffers="buffers_next",
+    )
+    runner.next_update = found.step
+
+
+def start_from_weights(runners: Mapping[int, StageRunner], path: Path) -> None:
+    """Begin at step 0 with the weights and buffers in `path`: a safetensors file, or a checkpoint of any kind.
+
+    Raises CheckpointError when a tensor is missing there or has another shape.
+    """
+    if path.suffix == ".safetensors":
+        get = _from_safetensors(path)
+    else:
+        found, _ = choose(path, deep=True)
+        parts: dict[str, Part] = {}
+
+        def get(layer: str, stored: str) -> Tensor:
+            if layer not in parts:
+                parts[layer] = found.read_layer(layer)
+            return _get(parts[layer], stored, found)
+
+    for runner in runners.values():
+        _restore_layers(runner, 0, get, optimizer=False)
+
+
+def _from_safetensors(path: Path) -> _Getter:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
+
+    def get(layer: str, stored: str) -> Tensor:
+        name = f"{layer}.{stored.partition('/')[2]}"
+        if name not in tensors:
+            raise CheckpointError(f"{path}: holds no tensor {name!r}; it is of another model")
+        return tensors[name]
+
+    return get
+
+
+def discard_checkpoints(directory: Path) -> None:
+    """Remove all sets of the run folder, for a run that starts over; the commit records go first."""
+    root = directory / "checkpoints"
+    for info in find_sets(root):
+        (info.path / COMMIT_NAME).unlink(missing_ok=True)
+    for info in find_sets(root):
+        shutil.rmtree(info.path)
+
+
+def _restore_layers(
+    runner: StageRunner, version: int, get: _Getter, *, buffers: str = "buffers", optimizer: bool = True
+) -> None:
+    stage, weights = runner.stage, runner.weights
+    named: dict[str, Tensor] = {}
+    expected = {slot.name: torch.Size(slot.shape) for slot in weights.layout.slots}
+    for name, parameter in stage.named_parameters():
+        expected.setdefault(name, parameter.shape)
+    for name, parameter in stage.named_parameters():
+        layer, own = stage.split_name(name)
+        named[name] = _fitting(get(layer, f"parameters/{own}"), expected[name], stage.public_name(name))
+        if not parameter.requires_grad:
+            parameter.data.copy_(named[name])
+    weights.start_from(version, {slot.name: named[slot.name] for slot in weights.layout.slots})
+    for state, flat in weights.state.items() if optimizer else ():
+        for name, view in weights.layout.views(flat).items():
+            layer, own = stage.split_name(name)
+            view.copy_(get(layer, f"optimizer/{state}/{own}"))
+    with torch.no_grad():
+        for name, tensor in runner.buffers.items():
+            layer, own = stage.split_name(name)
+            tensor.copy_(get(layer, f"{buffers}/{own}"))
+
+
+def _fitting(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"parameter {name!r} is stored with shape {list(tensor.shape)}, but the model has {list(shape)}; "
+            "use the checkpoint of this model"
+        )
+    return tensor
+
+
+def _part_of_stage(found: CheckpointSet, stage: int) -> Part:
+    for rank in range(found.ranks):
+        if str(stage) in found.index(rank).meta["stages"]:
+            return found.read_rank(rank)
+    raise CheckpointError(f"{found.path}: no rank file holds stage {stage}")
+
+
+def _fill(runner: StageRunner, flat: Tensor, part: Part, folder: str, found: CheckpointSet) -> None:
+    for name, view in runner.weights.layout.views(flat).items():
+        layer, own = runner.stage.split_name(name)
+        view.copy_(_get(part, f"{folder}/{layer}/{own}", found))
+
+
+def _get(part: Part, path: str, found: CheckpointSet) -> Tensor:
+    array = part.tree.get(path)
+    if array is None:
+        raise CheckpointError(
+            f"{found.path}: holds no {path!r}: it was written with another optimizer or another model; "
+            "start from its weights alone with run.init_from"
+        )
+    return to_tensor(array, path in part.bf16)
+
+
+def as_json(resume: Resume | None) -> dict[str, Any] | None:
+    """For the broadcast from rank 0."""
+    return None if resume is None else asdict(resume)
+
+
+def open_resume(resume: Resume) -> CheckpointSet:
+    """The set that rank 0 has chosen."""
+    return open_set(Path(resume.path))
