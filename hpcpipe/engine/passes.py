@@ -65,10 +65,10 @@ class Passes:
 
         Raises ModelError for a layer that cannot be trained that way.
         """
-        watch = self._watch_for_derived(weights, inputs) if substitute else None
-        substitution = Substitution(weights, watch) if substitute else None
         versions = [tensor._version for tensor in inputs]
         given = self._given_to_first_layer(inputs)
+        watch = self._watch_for_derived(weights, given) if substitute else None
+        substitution = Substitution(weights, watch) if substitute else None
         with substitution.hooks() if substitution else nullcontext(), watch or nullcontext():
             outputs = self._call(weights, self._stage.run, minibatch, microbatch, *given)
             if head is not None:

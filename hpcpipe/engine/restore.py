@@ -124,32 +124,35 @@ def restore_exactly(runner: StageRunner, found: CheckpointSet, schedule: Schedul
     for version in cut.versions[:-1]:
         _fill(runner, weights.add_version(version).flat, part, f"{place}/versions/{version}", found)
     runner.next_update = found.step
-    meta = part.meta["stages"][str(stage.index)]["in_flight"]
-    newest_buffers = {name: tensor.clone() for name, tensor in runner.buffers.items()}
+    wants = part.meta["stages"][str(stage.index)]["in_flight"]
     for j in cut.in_flight:
-        kept = f"{place}/predictions/{j}"
-        if any(path.startswith(kept + "/") for path in part.tree):
-            _fill(runner, weights.restore_forward_weights(j).flat, part, kept, found)
-        with torch.no_grad():
-            for name, tensor in runner.buffers.items():
-                layer, own = stage.split_name(name)
-                tensor.copy_(_get(part, f"{place}/inflight/{j}/buffers/{layer}/{own}", found))
-        inputs = tuple(
-            _get(part, f"{place}/inflight/{j}/inputs/{i}", found).to(runner.device).requires_grad_(wants)
-            for i, wants in enumerate(meta[str(j)])
-        )
-        action = Action(
-            op=Op.FORWARD,
-            stage=stage.index,
-            minibatch=j,
-            version=runner.program.forward_version(j),
-            distance=runner.program.forward_distance(j),
-        )
-        runner.run_forward(action, inputs, None)
-    with torch.no_grad():
-        for name, tensor in runner.buffers.items():
-            tensor.copy_(newest_buffers[name])
+        _repeat_forward(runner, part, found, j, wants[str(j)])
+    _set_buffers(runner, lambda layer, own: _get(part, f"layers/{layer}/buffers/{own}", found))
     return [Action(op=Op.SEND_ACTIVATION, stage=stage.index, minibatch=j) for j in cut.resend]
+
+
+def _repeat_forward(
+    runner: StageRunner, part: Part, found: CheckpointSet, minibatch: int, wants_grad: list[bool]
+) -> None:
+    """Run F(minibatch) again on the inputs, weights and buffers that it had, to have its graph back."""
+    place = f"stages/{runner.stage.index}"
+    kept = f"{place}/predictions/{minibatch}"
+    flight = f"{place}/inflight/{minibatch}"
+    if any(path.startswith(kept + "/") for path in part.tree):
+        _fill(runner, runner.weights.restore_forward_weights(minibatch).flat, part, kept, found)
+    _set_buffers(runner, lambda layer, own: _get(part, f"{flight}/buffers/{layer}/{own}", found))
+    inputs = tuple(
+        _get(part, f"{flight}/inputs/{i}", found).to(runner.device).requires_grad_(wants)
+        for i, wants in enumerate(wants_grad)
+    )
+    action = Action(
+        op=Op.FORWARD,
+        stage=runner.stage.index,
+        minibatch=minibatch,
+        version=runner.program.forward_version(minibatch),
+        distance=runner.program.forward_distance(minibatch),
+    )
+    runner.run_forward(action, inputs, None)
 
 
 def restore_weights(runner: StageRunner, found: CheckpointSet) -> None:
@@ -226,10 +229,14 @@ def _restore_layers(
         for name, view in weights.layout.views(flat).items():
             layer, own = stage.split_name(name)
             view.copy_(get(layer, f"optimizer/{state}/{own}"))
-    with torch.no_grad():
-        for name, tensor in runner.buffers.items():
-            layer, own = stage.split_name(name)
-            tensor.copy_(get(layer, f"{buffers}/{own}"))
+    _set_buffers(runner, lambda layer, own: get(layer, f"{buffers}/{own}"))
+
+
+def _set_buffers(runner: StageRunner, get: _Getter) -> None:
+    for name, tensor in runner.buffers.items():
+        # Graphs of forwards in flight hold on to buffers without needing their values (BatchNorm's running
+        # statistics); writing past autograd, as a forward itself does, does not upset them.
+        tensor.data.copy_(get(*runner.stage.split_name(name)))
 
 
 def _fitting(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:

@@ -38,6 +38,7 @@ from hpcpipe.observe.metrics import MetricsFile
 from hpcpipe.observe.progress import Progress, say
 from hpcpipe.observe.record import RunRecord
 from hpcpipe.schedule import Action, Schedule, rank_actions
+from hpcpipe.transport.cuda import detect
 from hpcpipe.transport.transport import Transport
 from hpcpipe.transport.wait import Waiter
 from hpcpipe.transport.world import World
@@ -91,10 +92,10 @@ class _Job:
             schedule = replace(schedule, first=resume.first)
         stages = plan.stages_of(self._world.rank)
         self._waiter.describe = lambda: "stage " + ", ".join(str(stage) for stage in stages)
-        transport = self._transport(plan)
+        transport, notes = self._transport(plan)
         steering, checkpoints = self._checkpointing(plan, schedule, len(stages))
         with self._world.together("building the stages"):
-            runners, notes = build_runners(
+            runners, build_notes = build_runners(
                 self._config,
                 plan=plan,
                 specs=specs,
@@ -104,6 +105,7 @@ class _Job:
                 steering=steering,
                 device=self._device,
             )
+            notes += build_notes
             for runner in runners.values():
                 runner.stage.between = self._progress_between_layers(transport)
         connect(
@@ -177,18 +179,23 @@ class _Job:
         found_json = self._world.broadcast_json(restore.as_json(resume), what="rank 0 to choose where to start")
         return None if found_json is None else restore.Resume(**found_json)
 
-    def _transport(self, plan: Plan) -> Transport:
-        from hpcpipe.transport.cuda import detect
-
-        awareness = detect(self._config.transport.cuda_aware, self._world)
-        return Transport(
+    def _transport(self, plan: Plan) -> tuple[Transport, list[str]]:
+        """The transport, and what a user should know about how it was chosen."""
+        settings = self._config.transport
+        aware, notes = False, []
+        if self._device.type == "cuda":
+            found = detect(settings.cuda_aware, self._world.library, memory_kinds=self._world.memory_kinds)
+            aware = found.enabled
+            notes = [f"CUDA-aware MPI: {'yes' if aware else 'no'}, {found.how}", *found.warnings]
+        transport = Transport(
             self._world,
             self._waiter,
             rank_of_stage=plan.rank_of_stage,
             device=self._device,
-            cuda_aware=awareness.enabled,
-            chunk_bytes=self._config.transport.chunk_bytes,
+            cuda_aware=aware,
+            chunk_bytes=settings.chunk_bytes,
         )
+        return transport, notes
 
     def _progress_between_layers(self, transport: Transport) -> Callable[[], None]:
         return transport.progress if self._config.transport.progress == "layers" else lambda: None
