@@ -8,6 +8,7 @@ clock is run over just enough minibatches to hold the fill, a stretch of steady 
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import lru_cache
 
 from hpcpipe.schedule.actions import Op
 from hpcpipe.schedule.orders import Step, order_named
@@ -99,3 +100,9 @@ class UnitClock:
             else:
                 now = self._start[stage][step] + 1
         return ends
+
+
+@lru_cache(maxsize=64)
+def unit_clock(schedule: str, stages: int, minibatches: int, microbatches: int) -> UnitClock:
+    """The clock of these numbers, simulated once: every stage and every resumed program asks for the same few."""
+    return UnitClock(schedule=schedule, stages=stages, minibatches=minibatches, microbatches=microbatches)

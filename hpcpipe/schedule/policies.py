@@ -39,17 +39,14 @@ def warm_up(stage: int, stages: int) -> int:
     return stages - 1 - stage
 
 
-def forward_version(policy: Policy, *, stage: int, stages: int, minibatch: int, first: int) -> int:
-    """Version that F(minibatch) reads; `first` is the minibatch that filled the pipeline last."""
-    delay = stages - 1 if policy is Policy.VERTICAL_SYNC else warm_up(stage, stages)
-    return max(first, minibatch - delay)
+def forward_delay(policy: Policy, *, stage: int, stages: int) -> int:
+    """In the steady state F(j) reads version j - delay; in the fill, the one that the fill began with."""
+    return stages - 1 if policy is Policy.VERTICAL_SYNC else warm_up(stage, stages)
 
 
-def backward_version(policy: Policy, *, stage: int, stages: int, minibatch: int, first: int) -> int:
-    """Version that B(minibatch) reads: the forward's own where it is kept, the newest otherwise."""
-    if policy in (Policy.STASH, Policy.VERTICAL_SYNC):
-        return forward_version(policy, stage=stage, stages=stages, minibatch=minibatch, first=first)
-    return minibatch
+def backward_delay(policy: Policy, *, stage: int, stages: int) -> int:
+    """The same for B(j): the forward's own delay where its weights are kept, 0 (the newest) otherwise."""
+    return forward_delay(policy, stage=stage, stages=stages) if keeps_forward_weights(policy) else 0
 
 
 def keeps_forward_weights(policy: Policy) -> bool:

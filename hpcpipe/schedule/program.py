@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from hpcpipe.errors import ConfigError
 from hpcpipe.schedule.actions import Action, Op, Prediction, Role
-from hpcpipe.schedule.clock import UnitClock
+from hpcpipe.schedule.clock import UnitClock, unit_clock
 from hpcpipe.schedule.orders import SYNCHRONOUS, Step, order_named
-from hpcpipe.schedule.policies import Policy, Target, backward_version, forward_version, warm_up
+from hpcpipe.schedule.policies import Policy, Target, backward_delay, forward_delay, warm_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +81,7 @@ class Schedule:
 
     def clock(self, length: int) -> UnitClock:
         """The unit clock of a stretch of `length` minibatches."""
-        return UnitClock(
-            schedule=self.name, stages=self.stages, minibatches=length, microbatches=self.microbatches
-        )
+        return unit_clock(self.name, self.stages, length, self.microbatches)
 
 
 class StageProgram:
@@ -93,6 +90,9 @@ class StageProgram:
     def __init__(self, schedule: Schedule, stage: int) -> None:
         self.schedule = schedule
         self.stage = stage
+        place = {"stage": stage, "stages": schedule.stages}
+        self._forward_delay = 0 if schedule.synchronous else forward_delay(schedule.policy, **place)
+        self._backward_delay = 0 if schedule.synchronous else backward_delay(schedule.policy, **place)
 
     def actions(self, *, after: int | None = None) -> Iterator[Action]:
         """All actions in order; with `after=k` only those behind U(k), as a run resumed at the cut k needs."""
@@ -107,15 +107,11 @@ class StageProgram:
 
     def forward_version(self, minibatch: int) -> int:
         """Version that F(minibatch) reads or predicts from."""
-        if self.schedule.synchronous:
-            return minibatch
-        return forward_version(self.schedule.policy, **self._place(minibatch))
+        return max(self.schedule.segment(minibatch)[0], minibatch - self._forward_delay)
 
     def backward_version(self, minibatch: int) -> int:
         """Version that B(minibatch) reads or predicts from."""
-        if self.schedule.synchronous:
-            return minibatch
-        return backward_version(self.schedule.policy, **self._place(minibatch))
+        return max(self.schedule.segment(minibatch)[0], minibatch - self._backward_delay)
 
     def forward_distance(self, minibatch: int) -> int:
         """Updates from the version F(minibatch) finds to the one it aims at (SpecTrain's s_f)."""
@@ -134,116 +130,90 @@ class StageProgram:
         if self.schedule.target is not Target.ROUND_TRIP:
             return minibatch
         first, last = self.schedule.segment(minibatch)
-        return first + self._clock(last - first).updates_before_return(self.stage, minibatch - first)
-
-    def _clock(self, length: int) -> UnitClock:
-        clock = self._clocks.get(length)
-        if clock is None:
-            clock = self._clocks[length] = self.schedule.clock(length)
-        return clock
-
-    @cached_property
-    def _clocks(self) -> dict[int, UnitClock]:
-        return {}
-
-    def _place(self, minibatch: int) -> dict[str, int]:
-        first, _ = self.schedule.segment(minibatch)
-        return {"stage": self.stage, "stages": self.schedule.stages, "minibatch": minibatch, "first": first}
+        clock = self.schedule.clock(last - first)
+        return first + clock.updates_before_return(self.stage, minibatch - first)
 
     def _segment(self, first: int, last: int, after: int | None) -> Iterator[Action]:
         schedule, stage = self.schedule, self.stage
-        steps = order_named(schedule.name)(stage, schedule.stages, first, last, schedule.microbatches, after)
-        lookahead = _Lookahead(steps)
-        fresh: set[tuple[Role, int]] = set()
-        oldest = first if after is None else self._oldest_needed(lookahead, after + 1)
-        for op, j, i in lookahead:
-            if op is Op.FORWARD:
-                yield from self._predict_before(Role.FORWARD, j, fresh)
-                if stage > 0:
-                    yield Action(op=Op.RECEIVE_ACTIVATION, stage=stage, minibatch=j, microbatch=i)
-                yield Action(
-                    op=op,
-                    stage=stage,
-                    minibatch=j,
-                    microbatch=i,
-                    version=self.forward_version(j),
-                    distance=self.forward_distance(j),
-                )
-                if stage < schedule.stages - 1:
-                    yield Action(op=Op.SEND_ACTIVATION, stage=stage, minibatch=j, microbatch=i)
-            elif op is Op.BACKWARD:
-                yield from self._predict_before(Role.BACKWARD, j, fresh)
-                if stage < schedule.stages - 1:
-                    yield Action(op=Op.RECEIVE_GRADIENT, stage=stage, minibatch=j, microbatch=i)
-                yield Action(
-                    op=op,
-                    stage=stage,
-                    minibatch=j,
-                    microbatch=i,
-                    version=self.backward_version(j),
-                    distance=self.backward_distance(j),
-                )
-                if stage > 0:
-                    yield Action(op=Op.SEND_GRADIENT, stage=stage, minibatch=j, microbatch=i)
-            else:
-                needed = self._oldest_needed(lookahead, j + 1)
-                predictions = self._predictions_after(lookahead)
-                fresh = {(p.role, p.minibatch) for p in predictions}
+        order = order_named(schedule.name)
+        steps = _Lookahead(order(stage, schedule.stages, first, last, schedule.microbatches, after))
+        fresh: dict[Role, Prediction] = {}
+        for op, j, i in steps:
+            if op is Op.UPDATE:
+                fresh = self._predictions_after(steps)
                 yield Action(
                     op=op,
                     stage=stage,
                     minibatch=j,
                     version=j + 1,
-                    predictions=predictions,
-                    releases=tuple(range(oldest, needed)),
+                    predictions=tuple(fresh.values()),
+                    releases=self._releases(j, last),
                 )
-                oldest = needed
                 if schedule.evaluates_after(j):
                     yield from self._evaluation(j)
+                continue
+            forward = op is Op.FORWARD
+            role = Role.FORWARD if forward else Role.BACKWARD
+            prediction = fresh.pop(role, None)
+            if prediction is None and (prediction := self._prediction(role, j)):
+                yield Action(
+                    op=Op.PREDICT,
+                    stage=stage,
+                    minibatch=j,
+                    version=prediction.version,
+                    predictions=(prediction,),
+                )
+            upstream, downstream = stage > 0, stage < schedule.stages - 1
+            if upstream if forward else downstream:
+                receive = Op.RECEIVE_ACTIVATION if forward else Op.RECEIVE_GRADIENT
+                yield Action(op=receive, stage=stage, minibatch=j, microbatch=i)
+            yield Action(
+                op=op,
+                stage=stage,
+                minibatch=j,
+                microbatch=i,
+                version=self.forward_version(j) if forward else self.backward_version(j),
+                distance=prediction.distance if prediction else 0,
+            )
+            if downstream if forward else upstream:
+                send = Op.SEND_ACTIVATION if forward else Op.SEND_GRADIENT
+                yield Action(op=send, stage=stage, minibatch=j, microbatch=i)
 
     def _prediction(self, role: Role, minibatch: int) -> Prediction | None:
+        """The prediction that a pass needs; None where it runs on true weights."""
+        if not self.schedule.predicts:
+            return None
         forward = role is Role.FORWARD
-        distance = self.forward_distance(minibatch) if forward else self.backward_distance(minibatch)
+        version = self.forward_version(minibatch) if forward else self.backward_version(minibatch)
+        distance = self._aim(minibatch) - version
         if distance == 0:
             return None
-        version = self.forward_version(minibatch) if forward else self.backward_version(minibatch)
         return Prediction(role=role, minibatch=minibatch, version=version, distance=distance)
 
-    def _predict_before(self, role: Role, minibatch: int, fresh: set[tuple[Role, int]]) -> Iterator[Action]:
-        """A prediction of its own for a pass that no update has predicted for."""
-        if (role, minibatch) in fresh or not self.schedule.predicts:
-            return
-        prediction = self._prediction(role, minibatch)
-        if prediction is not None:
-            yield Action(
-                op=Op.PREDICT,
-                stage=self.stage,
-                minibatch=minibatch,
-                version=prediction.version,
-                predictions=(prediction,),
-            )
-
-    def _predictions_after(self, lookahead: _Lookahead) -> tuple[Prediction, ...]:
+    def _predictions_after(self, steps: _Lookahead) -> dict[Role, Prediction]:
         """What the update about to be made can predict: the next forward's and the next backward's weights."""
-        if not self.schedule.predicts:
-            return ()
-        coming = (
-            (Role.FORWARD, lookahead.next_minibatch(Op.FORWARD)),
-            (Role.BACKWARD, lookahead.next_minibatch(Op.BACKWARD)),
-        )
-        made = (self._prediction(role, j) for role, j in coming if j is not None)
-        return tuple(p for p in made if p is not None)
+        made: dict[Role, Prediction] = {}
+        if self.schedule.predicts:
+            for role, op in ((Role.FORWARD, Op.FORWARD), (Role.BACKWARD, Op.BACKWARD)):
+                j = steps.next_minibatch(op)
+                if j is not None and (prediction := self._prediction(role, j)):
+                    made[role] = prediction
+        return made
 
-    def _oldest_needed(self, lookahead: _Lookahead, newest: int) -> int:
-        """The oldest version that a coming pass reads; versions only grow from pass to pass."""
-        needed = newest
-        forward = lookahead.next_minibatch(Op.FORWARD)
-        if forward is not None:
-            needed = min(needed, self.forward_version(forward))
-        backward = lookahead.next_minibatch(Op.BACKWARD)
-        if backward is not None:
-            needed = min(needed, self.backward_version(backward))
-        return needed
+    def _releases(self, minibatch: int, last: int) -> tuple[int, ...]:
+        """Versions up to `minibatch` that are there at U(minibatch) and that nothing reads behind it.
+
+        No forward reads an older version than the next backward, nor a newer one than the last backward unless
+        it is the newest there is, so the backwards to come say which versions are still needed. While a stage
+        drains, it makes versions that only the next update reads.
+        """
+        newest_read = self.backward_version(last - 1)
+        there = [v for v in range(self.backward_version(minibatch), minibatch) if v <= newest_read]
+        there.append(minibatch)
+        if minibatch + 1 == last:
+            return tuple(there)
+        oldest_read = self.backward_version(minibatch + 1)
+        return tuple(v for v in there if not oldest_read <= v <= newest_read)
 
     def _evaluation(self, minibatch: int) -> Iterator[Action]:
         """Forward passes over the evaluation batches on version minibatch+1; nothing in flight is drained."""

@@ -1,87 +1,69 @@
 """One rank's program where it owns several stages: their programs merged into one list that cannot deadlock.
 
-The merge follows the unit clock, and never puts a receive before the send of another stage of the same rank
-that it waits for. A rank that owns one stage runs that stage's program as it is.
+The merge follows the unit clock of the whole pipeline, which sets every action behind all that it waits for, so
+the lists of all ranks are parts of one order that could be executed as it is. A rank that owns one stage runs
+that stage's program unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from heapq import merge
+from itertools import pairwise
 
-from hpcpipe.schedule.actions import COMPUTES, RECEIVES, SENDS, Action, Op
-from hpcpipe.schedule.clock import UnitClock
+from hpcpipe.errors import ConfigError
+from hpcpipe.schedule.actions import Action, Op
 from hpcpipe.schedule.program import Schedule, StageProgram
 
-Moment = tuple[int, int]
-"""(first minibatch of the stretch, time on its unit clock)"""
+Moment = tuple[int, int, bool, int]
+"""(first minibatch of the stretch, evaluations so far, in an evaluation?, time)"""
+_FORWARD_SIDE = frozenset({Op.FORWARD, Op.RECEIVE_ACTIVATION})
+_BACKWARD_SIDE = frozenset({Op.BACKWARD, Op.RECEIVE_GRADIENT})
+_EVALUATION_SIDE = frozenset({Op.EVALUATE, Op.RECEIVE_EVALUATION})
 
 
-def rank_actions(
-    schedule: Schedule, stages: Sequence[int], *, after: int | None = None, sent: Sequence[Action] = ()
-) -> Iterator[Action]:
+def spread(stages: int, ranks: int) -> list[list[int]]:
+    """Deal `stages` out to `ranks` in contiguous runs, as evenly as can be, longer ones first.
+
+    Raises ConfigError if a rank would own no stage.
+    """
+    if not 1 <= ranks <= stages:
+        raise ConfigError(f"{stages} stages can be spread over 1 to {stages} ranks, got {ranks}")
+    size, longer = divmod(stages, ranks)
+    starts = [rank * size + min(rank, longer) for rank in range(ranks + 1)]
+    return [list(range(start, end)) for start, end in pairwise(starts)]
+
+
+def rank_actions(schedule: Schedule, stages: Sequence[int], *, after: int | None = None) -> Iterator[Action]:
     """The actions of the rank that owns `stages`, in the order it executes them.
 
-    `sent` are sends of an earlier run that are repeated before the list begins.
+    With `after=k` only those behind U(k) of every stage; activations that the cut says to resend go before.
     """
     if len(stages) == 1:
         return StageProgram(schedule, stages[0]).actions(after=after)
-    return _merged(schedule, stages, after, sent)
+    timed = [_timed(schedule, stage, after) for stage in sorted(stages)]
+    return (action for _, action in merge(*timed, key=_moment))
 
 
-def _merged(
-    schedule: Schedule, stages: Sequence[int], after: int | None, sent: Sequence[Action]
-) -> Iterator[Action]:
-    clocks = _Clocks(schedule)
-    lists = {k: StageProgram(schedule, k).actions(after=after) for k in stages}
-    heads = {k: head for k in stages if (head := next(lists[k], None)) is not None}
-    moments: dict[int, Moment] = {k: clocks.moment(head) or (schedule.first, 0) for k, head in heads.items()}
-    arrived = {_message(action) for action in sent}
-    while heads:
-        ready = [k for k, head in heads.items() if not _waits(head, lists.keys(), arrived)]
-        stage = min(ready, key=lambda k: (moments[k], k))
-        action = heads[stage]
-        if action.op in SENDS:
-            arrived.add(_message(action))
-        elif action.op in RECEIVES:
-            arrived.discard(_awaited(action))
-        yield action
-        head = next(lists[stage], None)
-        if head is None:
-            del heads[stage]
-        else:
-            heads[stage] = head
-            moments[stage] = max(moments[stage], clocks.moment(head) or moments[stage])
+def _moment(timed: tuple[Moment, Action]) -> Moment:
+    return timed[0]
 
 
-def _message(send: Action) -> tuple[Op, int, int, int]:
-    return send.op, send.stage, send.minibatch, send.microbatch
+def _timed(schedule: Schedule, stage: int, after: int | None) -> Iterator[tuple[Moment, Action]]:
+    """The program of `stage`, each action with its moment; what takes no time happens when it can.
 
-
-def _awaited(receive: Action) -> tuple[Op, int, int, int]:
-    return RECEIVES[receive.op], receive.peer, receive.minibatch, receive.microbatch
-
-
-def _waits(head: Action, local: Collection[int], arrived: set[tuple[Op, int, int, int]]) -> bool:
-    return head.op in RECEIVES and head.peer in local and _awaited(head) not in arrived
-
-
-class _Clocks:
-    """When an action happens on the unit clock of its stretch; evaluations wait for stage 0's update."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._by_length: dict[int, UnitClock] = {}
-
-    def moment(self, action: Action) -> Moment | None:
-        """None for an action that takes its time from the one before it."""
-        if action.op not in COMPUTES and action.op not in RECEIVES:
-            return None
-        first, last = self._schedule.segment(action.minibatch)
-        clock = self._by_length.get(last - first)
-        if clock is None:
-            clock = self._by_length[last - first] = self._schedule.clock(last - first)
-        j, i = action.minibatch - first, action.microbatch
-        if action.op in (Op.EVALUATE, Op.RECEIVE_EVALUATION):
-            return first, clock.start(0, Op.BACKWARD, j, self._schedule.microbatches - 1) + 1
-        forward = action.op in (Op.FORWARD, Op.RECEIVE_ACTIVATION)
-        return first, clock.start(action.stage, Op.FORWARD if forward else Op.BACKWARD, j, i)
+    An evaluation waits for the update of stage 0, of which the clock knows nothing, so whatever a stage does
+    behind its n-th evaluation is set behind that of all stages. Messages stay in order: a minibatch goes forward
+    behind as many evaluations as at the stage before or more, and backward behind the same number everywhere.
+    """
+    first, evaluations, evaluating, time = schedule.first, 0, False, 0
+    for action in StageProgram(schedule, stage).actions(after=after):
+        if action.op in _EVALUATION_SIDE:
+            evaluating, time = True, stage + action.microbatch
+        elif action.op in _FORWARD_SIDE or action.op in _BACKWARD_SIDE:
+            if evaluating:
+                evaluating, evaluations = False, evaluations + 1
+            first, last = schedule.segment(action.minibatch)
+            op = Op.FORWARD if action.op in _FORWARD_SIDE else Op.BACKWARD
+            time = schedule.clock(last - first).start(stage, op, action.minibatch - first, action.microbatch)
+        yield (first, evaluations, evaluating, time), action
