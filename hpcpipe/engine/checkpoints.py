@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ from hpcpipe.transport.world import World
 _WRITTEN = 1
 _FAILED = 0
 REPORT_LENGTH = 2 + len(FileReport._fields)
+
+
+@dataclass(kw_only=True)
+class _Cut:
+    """A cut that some of the rank's stages have passed; the stage of the loss may be at the next one already."""
+
+    copies: HostCopies
+    stage_metas: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Checkpoints:
@@ -62,9 +72,9 @@ class Checkpoints:
         self._writer = BackgroundWriter()
         self._writing = 0
         self._reports = Reports(world, waiter, length=REPORT_LENGTH)
-        self._copies = HostCopies()
-        self._stage_metas: dict[str, Any] = {}
-        self._taken = 0
+        self._gathering: dict[int, _Cut] = {}
+        self._spare: list[HostCopies] = []
+        self._copies: HostCopies | None = None
         self._uncommitted: defaultdict[int, list[FileReport | None]] = defaultdict(list)
         self._directories: dict[int, Path] = {}
 
@@ -82,24 +92,17 @@ class Checkpoints:
 
         The write of the whole rank then starts in the background.
         """
-        if self._taken == 0:
-            self._finish_write()
-            self._copies.clear()
-            self._stage_metas = {}
+        step = runner.weights.newest
+        cut = self._gathering.get(step) or self._begin(step)
         began = time.perf_counter()
         for path, tensor in named_state(runner):
-            self._copies.copy(path, tensor)
-        self.copy_seconds = time.perf_counter() - began
-        self._stage_metas[str(runner.stage.index)] = stage_meta(runner)
-        self._taken += 1
-        if self._taken < self._stages:
+            cut.copies.copy(path, tensor)
+        cut.stage_metas[str(runner.stage.index)] = stage_meta(runner)
+        cut.seconds += time.perf_counter() - began
+        if len(cut.stage_metas) < self._stages:
             return False
-        self._taken = 0
-        self._writing = runner.weights.newest
-        directory = new_set_directory(self._root, self._writing)
-        self._directories[self._writing] = directory
-        meta = {"step": self._writing, "stages": self._stage_metas}
-        self._writer.submit(directory, self._world.rank, self._copies.arrays, meta, self._copies.bf16)
+        self._finish_write()
+        self._write(step, self._gathering.pop(step))
         return True
 
     def poll(self) -> None:
@@ -116,6 +119,22 @@ class Checkpoints:
         committed: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
         return committed
 
+    def _begin(self, step: int) -> _Cut:
+        # One write at a time, so that its memory serves the next cut as well.
+        self._finish_write()
+        copies = self._spare.pop() if self._spare else HostCopies()
+        copies.clear()
+        cut = self._gathering[step] = _Cut(copies=copies)
+        return cut
+
+    def _write(self, step: int, cut: _Cut) -> None:
+        self._writing = step
+        self._copies = cut.copies
+        self.copy_seconds = cut.seconds
+        directory = self._directories[step] = new_set_directory(self._root, step)
+        meta = {"step": step, "stages": cut.stage_metas}
+        self._writer.submit(directory, self._world.rank, cut.copies.arrays, meta, cut.copies.bf16)
+
     def _finish_write(self) -> None:
         if self._writer.busy:
             self._waiter.wait(
@@ -131,10 +150,13 @@ class Checkpoints:
         except OSError as error:
             self._say(f"rank {self._world.rank}: checkpoint of step {self._writing} was NOT written: {error}")
             self._reports.send([self._writing, _FAILED, *([0] * len(FileReport._fields))])
-            return True
-        if report is None:
-            return False
-        self._reports.send([self._writing, _WRITTEN, *report])
+        else:
+            if report is None:
+                return False
+            self._reports.send([self._writing, _WRITTEN, *report])
+        if self._copies is not None:
+            self._spare.append(self._copies)
+            self._copies = None
         return True
 
     def _collect(self, arrived: list[tuple[int, list[int]]]) -> None:

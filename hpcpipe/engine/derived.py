@@ -52,12 +52,6 @@ class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # torch would load its compiler, seconds of imports, to keep it away from this mode.
         return False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would guard the dispatch function against torch.compile, and import all of torch._dynamo (over a
-        # second on every rank) at the first call to do so.
-        return False
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpcpipe.engine.checkpoints import Checkpoints
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.steering import Steering
 from hpcpipe.errors import NonFiniteError
 from hpcpipe.observe.activity import Activity
 from hpcpipe.schedule import Action, Op, Schedule
-
-Clip = Callable[[Action], None]
 
 
 class Record(Protocol):
@@ -30,6 +27,37 @@ class Record(Protocol):
 
     def evaluated(self, minibatch: int, figures: Mapping[str, float]) -> None:
         """The evaluation behind U(minibatch) is done."""
+
+
+class NoRecord:
+    """The record of a rank that nobody listens to."""
+
+    def minibatch_done(self, minibatch: int, loss: float) -> None:
+        """Do nothing."""
+
+    def evaluated(self, minibatch: int, figures: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+
+class Keeper(Protocol):
+    """Whoever takes checkpoints at cuts; see `checkpoints.Checkpoints`."""
+
+    def take(self, runner: StageRunner) -> bool:
+        """A stage has just passed a cut; True when it was the rank's last stage to do so."""
+
+    def poll(self) -> None:
+        """Look after what is being written."""
+
+
+class NoCheckpoints:
+    """A keeper for runs that leave nothing behind."""
+
+    def take(self, runner: StageRunner) -> bool:
+        """Keep nothing."""
+        return True
+
+    def poll(self) -> None:
+        """There is nothing to look after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +81,7 @@ class Engine:
         schedule: Schedule,
         runners: Mapping[int, StageRunner],
         steering: Steering,
-        checkpoints: Checkpoints,
+        checkpoints: Keeper,
         record: Record,
         activity: Activity,
         progress: Callable[[], None],

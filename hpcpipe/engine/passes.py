@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,16 +101,8 @@ class Passes:
             outputs, output_gradients = zip(*roots, strict=True)
             # Recomputation inside the backward pass (torch.utils.checkpoint) reads the module's parameters,
             # so they must be the backward's weights meanwhile.
-            found = self._call(
-                weights,
-                torch.autograd.grad,
-                outputs,
-                [*wanted, *leaves],
-                output_gradients,
-                None,
-                False,
-                True,
-            )
+            gradients_of = partial(torch.autograd.grad, allow_unused=True)
+            found = self._call(weights, gradients_of, outputs, [*wanted, *leaves], output_gradients)
         of_inputs = iter(found[: len(wanted)])
         return (
             tuple(next(of_inputs) if tensor.requires_grad else None for tensor in done.inputs),

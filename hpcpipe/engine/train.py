@@ -25,7 +25,7 @@ from hpcpipe.datasets.protocol import Dataset
 from hpcpipe.engine import restore
 from hpcpipe.engine.assemble import build_runners, connect, learning_rate
 from hpcpipe.engine.checkpoints import Checkpoints
-from hpcpipe.engine.loop import Ending, Engine, Record
+from hpcpipe.engine.loop import Ending, Engine, NoRecord
 from hpcpipe.engine.plan import Plan, describe, make_plan, make_schedule
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.signals import on_signals, stop_file
@@ -127,7 +127,7 @@ class _Job:
             runners=runners,
             steering=steering,
             checkpoints=checkpoints,
-            record=record or _Nobody(),
+            record=record or NoRecord(),
             activity=activity,
             progress=transport.progress,
             clip_norm=self._config.optimizer.clip_norm,
@@ -400,16 +400,6 @@ class _Job:
     def _say(self, line: str) -> None:
         if self._config.run.progress != "off":
             say(line)
-
-
-class _Nobody(Record):
-    """The record of a rank without the last stage: never called."""
-
-    def minibatch_done(self, minibatch: int, loss: float) -> None:
-        raise AssertionError("only the last stage has a loss")
-
-    def evaluated(self, minibatch: int, figures: Mapping[str, float]) -> None:
-        raise AssertionError("only the last stage evaluates")
 
 
 def _choose_device(config: RunConfig, world: World) -> torch.device:
