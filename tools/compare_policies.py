@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compares what staleness costs and what prediction wins back: digits, four tanh layers in four stages.
 
-Every variant trains the same model on the same minibatches with the same learning rate, several seeds each; the two
-sequential ones are the controls. One process owns all four stages, which gives the same bits as four ranks.
+Every variant trains the same model on the same minibatches with the same learning rate, several seeds each; the
+two sequential ones are the controls. One process owns all four stages, which gives the same bits as four ranks.
 
     python tools/compare_policies.py [--seeds 5] [--epochs 10] [--lr 0.08] [--json]
 """

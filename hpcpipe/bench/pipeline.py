@@ -21,7 +21,8 @@ from hpcpipe.schedule import Action, Op
 if TYPE_CHECKING:
     from hpcpipe.config import RunConfig
     from hpcpipe.datasets.protocol import Dataset
-    from hpcpipe.engine.loop import Engine
+    from hpcpipe.engine.loop import Engine, Keeper
+    from hpcpipe.engine.steering import Steering
     from hpcpipe.transport.transport import Transport
     from hpcpipe.transport.world import World
 
@@ -47,13 +48,13 @@ class Side:
         self._actions = actions
         self._rows = rows
         self._stages = stages
-        self._next = 0
+        self.done = 0
 
     def advance(self, minibatches: int) -> float:
         """Run up to the update of the minibatch `minibatches` further on; seconds it took."""
-        self._next += minibatches
+        self.done += minibatches
         began = time.perf_counter()
-        self._engine.run(self._until_update_of(self._next - 1))
+        self._engine.run(self._until_update_of(self.done - 1))
         return time.perf_counter() - began
 
     def samples_per_s(self, minibatches: int, seconds: float) -> float:
@@ -76,9 +77,9 @@ def _run(
     # The first minibatches of a turn still find messages and caches as the other side left them.
     settle = world.size + 1
     total = turns * (minibatches + settle) + 2 * world.size
-    config, data = _prepare(world, run_file, (*overrides, f"run.max_steps={total}", f"run.epochs={total}"))
-    together, transport = _side(world, config, data, range(world.size))
-    alone, _ = _side(world, config, data, [world.rank], solo=True)
+    config, data = prepare(world, run_file, (*overrides, f"run.max_steps={total}", f"run.epochs={total}"))
+    together, transport = side(world, config, data)
+    alone, _ = side(world, config, data, alone=True)
     joint: list[float] = []
     limit: list[float] = []
     for _ in range(turns):
@@ -95,7 +96,7 @@ def _run(
     return 0
 
 
-def _prepare(world: World, run_file: str, overrides: Sequence[str]) -> tuple[RunConfig, Dataset]:
+def prepare(world: World, run_file: str, overrides: Sequence[str]) -> tuple[RunConfig, Dataset]:
     import torch
 
     from hpcpipe.config import load_run
@@ -108,10 +109,16 @@ def _prepare(world: World, run_file: str, overrides: Sequence[str]) -> tuple[Run
     return config, data
 
 
-def _side(
-    world: World, config: RunConfig, data: Dataset, ranks: Sequence[int], *, solo: bool = False
+def side(
+    world: World,
+    config: RunConfig,
+    data: Dataset,
+    *,
+    alone: bool = False,
+    steering: Steering | None = None,
+    checkpoints: Keeper | None = None,
 ) -> tuple[Side, Transport]:
-    """This rank's part of a pipeline over `ranks`, or with `solo` the whole model on this rank."""
+    """This rank's part of the pipeline over all ranks; with `alone` the whole model, and no other rank."""
     import torch
 
     from hpcpipe.engine.assemble import build_runners, connect
@@ -124,16 +131,16 @@ def _side(
     from hpcpipe.schedule import rank_actions
     from hpcpipe.transport.transport import Transport
 
-    size = 1 if solo else len(ranks)
-    if solo:
+    size = 1 if alone else world.size
+    if alone:
         whole = config.pipeline.model_copy(update={"balance": "parameters", "stages": None})
         config = config.model_copy(update={"pipeline": whole})
     specs = build_layers(config.model, config.run.seed, data.describe())
     plan = make_plan(config, specs, inspect_layers(specs, config.run.seed), size)
     schedule = make_schedule(config, data, stages=plan.stages)
-    stages = plan.stages_of(0 if solo else world.rank)
+    stages = plan.stages_of(0 if alone else world.rank)
     device = torch.device("cpu")
-    steering = Steering(every=0, last=schedule.minibatches)
+    steering = steering or Steering(every=0, last=schedule.minibatches)
     runners, _ = build_runners(
         config,
         plan=plan,
@@ -147,7 +154,7 @@ def _side(
     transport = Transport(
         world,
         world.waiter,
-        rank_of_stage=[world.rank] if solo else plan.rank_of_stage,
+        rank_of_stage=[world.rank] * plan.stages if alone else plan.rank_of_stage,
         device=device,
         cuda_aware=False,
         chunk_bytes=config.transport.chunk_bytes,
@@ -160,7 +167,7 @@ def _side(
         schedule=schedule,
         runners=runners,
         steering=steering,
-        checkpoints=NoCheckpoints(),
+        checkpoints=checkpoints or NoCheckpoints(),
         record=NoRecord(),
         activity=Activity(rank=world.rank, origin=time.perf_counter(), trace=False),
         progress=transport.progress,

@@ -7,13 +7,17 @@ Errors that the user can mend end in one line and exit code 2; every option can 
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Callable
 from importlib import import_module
 
 import click
 
 from hpcpipe import __version__
-from hpcpipe.errors import HpcpipeError
+from hpcpipe.errors import EXIT_DONE, EXIT_FAILURE, HpcpipeError
+from hpcpipe.transport.launcher import launcher_rank
 
 _COMMANDS = {
     "train": ("hpcpipe.cli.train", "Train a model as a pipeline over the ranks of this job."),
@@ -48,12 +52,27 @@ def hpcpipe() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script: what is wrong with the command is said by one rank only."""
     try:
-        hpcpipe()
+        code = hpcpipe(standalone_mode=False)
+    except click.ClickException as error:
+        sys.exit(_refuse(error.exit_code, error.show))
     except HpcpipeError as error:
-        click.echo(f"hpcpipe: {error}", err=True)
-        sys.exit(error.exit_code)
+        message = f"hpcpipe: {error}"
+        sys.exit(_refuse(error.exit_code, lambda: click.echo(message, err=True)))
+    except click.Abort:
+        sys.exit(EXIT_FAILURE)
+    # click returns the code of --help and --version instead of leaving with it.
+    sys.exit(code if isinstance(code, int) else EXIT_DONE)
+
+
+def _refuse(code: int, show: Callable[[], object]) -> int:
+    if launcher_rank(os.environ) == 0:
+        show()
+    else:
+        # A launcher that sees one rank end may kill the one that has something to say.
+        time.sleep(1.0)
+    return code
 
 
 if __name__ == "__main__":

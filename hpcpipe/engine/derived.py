@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,16 +26,27 @@ class Derived:
     op: str
 
 
+_aten = torch.ops.aten
+_ZEROS = {_aten.zeros, _aten.zeros_like, _aten.new_zeros}
+_PRODUCTS = {_aten.addmm, _aten.mm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten.convolution}
+
+
 def _storage(tensor: Tensor) -> int:
+    """Where a tensor's memory lies; 0 for one without memory, which is nobody's."""
     return tensor.untyped_storage().data_ptr()
+
+
+def _storages(tree: Any) -> set[int]:
+    return {_storage(t) for t in tree_leaves(tree) if isinstance(t, Tensor)} - {0}
 
 
 class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows tensors through one forward pass by their storage.
 
     A tensor is `derived` if it was computed from weights (or derived tensors) and constants, and `incoming` if a
-    stage input went into it. Tensors made from nothing, and buffers, are constants. `layer` is asked for the name
-    of the layer that runs.
+    stage input went into it. Tensors made from nothing, and buffers, are constants; but a product of weights with
+    zeros made in the pass is a recurrent layer's first state, and counts as if it had come in. `layer` is asked for
+    the name of the layer that runs.
     """
 
     def __init__(self, *, weights: int, inputs: Iterable[Tensor], layer: Callable[[], str]) -> None:
@@ -42,7 +54,8 @@ class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: list[Derived] = []
         self._layer = layer
         self._weights = weights
-        self._incoming = {_storage(tensor) for tensor in inputs}
+        self._incoming = _storages(tuple(inputs))
+        self._zeros: set[int] = set()
         self._derived: dict[int, Derived] = {}
         # Holding every tensor keeps the allocator from giving a storage to two tensors during the pass.
         self._alive: list[Tensor] = []
@@ -56,16 +69,23 @@ class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        sources = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        self._alive += made
-        if sources & self._incoming:
-            self._incoming.update(_storage(t) for t in made)
-        elif self._weights in sources or sources & self._derived.keys():
+        sources = _storages((args, kwargs))
+        made = _storages(result)
+        self._alive += [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        kind = getattr(func, "overloadpacket", None)
+        weighty = self._weights in sources or bool(sources & self._derived.keys())
+        if sources & self._incoming or (weighty and kind in _PRODUCTS and sources & self._zeros):
+            self._incoming |= made
+            for place in made:
+                # A change in place may have added what came in to what was derived.
+                self._derived.pop(place, None)
+        elif weighty:
             origin = Derived(layer=self._layer(), op=str(func))
-            for tensor in made:
-                if _storage(tensor) != self._weights:
-                    self._derived.setdefault(_storage(tensor), origin)
+            for place in made - {self._weights}:
+                self._derived.setdefault(place, origin)
+                self._zeros.discard(place)
+        elif kind in _ZEROS or sources & self._zeros:
+            self._zeros |= made
         return result
 
     def note_saved(self, tensor: Tensor) -> None:

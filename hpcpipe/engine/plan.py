@@ -17,6 +17,8 @@ from hpcpipe.schedule import Policy, Schedule, StageProgram, Target
 from hpcpipe.schedule.program import warm_up_of
 from hpcpipe.schedule.ranks import spread
 
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -133,6 +135,24 @@ def describe(plan: Plan, schedule: Schedule) -> list[str]:
             f"{program.staleness(steady):9d}  {ahead}"
         )
     return lines
+
+
+def kept_for_cuts(plan: Plan, schedule: Schedule, config: RunConfig) -> str | None:
+    """What cuts cost in memory where a forward's weights are not kept anyway, in words; None if nothing."""
+    cuts = config.checkpoint
+    if schedule.synchronous or schedule.policy in (Policy.STASH, Policy.VERTICAL_SYNC) or schedule.drain_every:
+        return None
+    if not (cuts.every or cuts.minutes or cuts.auto):
+        return None
+    item = DTYPE_BYTES[config.run.dtype]
+    sizes = [
+        warm_up_of(schedule, stage) * item * sum(plan.parameter_counts[slice(*plan.bounds[stage])])
+        for stage in range(plan.stages)
+    ]
+    return (
+        f"a checkpoint keeps the weights of forwards in flight meanwhile: {max(sizes) / 1e6:.1f} MB on stage "
+        f'{sizes.index(max(sizes))} (checkpoint.cut = "drain" does without)'
+    )
 
 
 def _steady_minibatch(schedule: Schedule) -> int:

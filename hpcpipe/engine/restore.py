@@ -21,6 +21,8 @@ from torch import Tensor
 from hpcpipe.checkpoint.layout import COMMIT_NAME
 from hpcpipe.checkpoint.reader import Part
 from hpcpipe.checkpoint.sets import CheckpointSet, choose, find_sets, newest_valid, open_set
+from hpcpipe.config import RunConfig
+from hpcpipe.engine.assemble import learning_rate
 from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.snapshot import to_tensor
@@ -33,27 +35,33 @@ _Getter = Callable[[str, str], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Where a run goes on: the set, its step (updates applied), and whether that is exact.
+    """Where a run goes on: the set, its step (updates applied), and what differs from the run that wrote it.
 
-    `first` is the minibatch that filled the pipeline: the checkpoint's own if exact, else `step`.
+    `first` is the minibatch that filled the pipeline: the checkpoint's own if nothing differs, else `step`.
     """
 
     path: str
     step: int
-    exact: bool
+    differs: tuple[str, ...]
     first: int
 
+    @property
+    def exact(self) -> bool:
+        """Whether the run continues the old one to the bit."""
+        return not self.differs
 
-def pipeline_identity(plan: Plan, schedule: Schedule, dtype: str) -> dict[str, Any]:
-    """Everything that must be the same for a continued run to equal the unbroken one to the bit, as JSON."""
+
+def identity(plan: Plan, schedule: Schedule, config: RunConfig) -> dict[str, Any]:
+    """What must be the same for a continued run to equal the unbroken one to the bit, as JSON by subject."""
+    sections = config.model_dump(mode="json", include={"model", "data", "loss", "optimizer"})
     return {
-        "schedule": schedule.name,
-        "policy": schedule.policy.value,
-        "target": schedule.target.value,
-        "microbatches": schedule.microbatches,
-        "drain_every": schedule.drain_every,
-        "layers": [list(plan.layers_of(stage)) for stage in range(plan.stages)],
-        "dtype": dtype,
+        "stages": [list(plan.layers_of(stage)) for stage in range(plan.stages)],
+        "schedule": [schedule.name, schedule.microbatches, schedule.drain_every],
+        "policy": [schedule.policy.value, schedule.target.value],
+        "dtype": config.run.dtype,
+        "seed": config.run.seed,
+        "learning rate": repr(learning_rate(config, schedule.minibatches)),
+        **sections,
     }
 
 
@@ -68,7 +76,21 @@ def find_checkpoint(option: str, directory: Path, say: Callable[[str], None]) ->
         found, skipped = choose(Path(option), deep=True)
     for reason in skipped:
         say(f"checkpoint passed over: {reason}")
+    if found is not None and option != "auto":
+        _refuse_newer(directory, found)
     return found
+
+
+def _refuse_newer(directory: Path, found: CheckpointSet) -> None:
+    """Sets of an abandoned future would be what the next --resume auto takes."""
+    newer = [
+        info.step for info in find_sets(directory / "checkpoints") if info.fault is None and info.step > found.step
+    ]
+    if newer:
+        raise CheckpointError(
+            f"{directory} holds newer checkpoints (up to step {max(newer)}) than {found.path}: go on from it in "
+            "another folder with --out, or remove the newer ones first"
+        )
 
 
 def refuse_to_overwrite(directory: Path) -> None:
@@ -80,7 +102,7 @@ def refuse_to_overwrite(directory: Path) -> None:
         )
 
 
-def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, dtype: str) -> Resume:
+def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, config: RunConfig) -> Resume:
     """How to go on from `found` with this plan. Raises CheckpointError for a set of another model."""
     meta = found.meta
     if meta.get("fingerprint") != plan.fingerprint:
@@ -88,21 +110,22 @@ def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, dtype: str) -> 
             f"{found.path} is of another model (its layers or their shapes differ): resume with the run file "
             "it was made with, or start another run with --out"
         )
-    identity = {**pipeline_identity(plan, schedule, dtype), "first": meta["pipeline"].get("first")}
-    exact = meta["pipeline"] == identity and _same_in_flight(found, schedule, identity["first"])
+    now = identity(plan, schedule, config)
+    differs = [subject for subject in now if now[subject] != meta["identity"].get(subject)]
+    if not differs and not _same_in_flight(found, replace(schedule, first=meta["first"])):
+        differs = ["the end of the run"]
     return Resume(
         path=str(found.path),
         step=found.step,
-        exact=exact,
-        first=identity["first"] if exact else found.step,
+        differs=tuple(differs),
+        first=found.step if differs else meta["first"],
     )
 
 
-def _same_in_flight(found: CheckpointSet, schedule: Schedule, first: int) -> bool:
+def _same_in_flight(found: CheckpointSet, schedule: Schedule) -> bool:
     """Whether the minibatches in flight at the cut are those that this schedule would have in flight there."""
     if found.step > schedule.minibatches:
         return False
-    schedule = replace(schedule, first=first)
     stages: dict[str, Any] = {}
     for rank in range(found.ranks):
         stages |= found.index(rank).meta["stages"]

@@ -51,7 +51,8 @@ class Substitution:
 
     def _pack(self, tensor: Tensor) -> _Place | _Kept:
         pointer = tensor.untyped_storage().data_ptr()
-        if pointer == self._forward_pointer:
+        # Tensors without memory all have the same pointer: none.
+        if pointer and pointer == self._forward_pointer:
             return _Place(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if self._derived is not None:
             self._derived.note_saved(tensor)

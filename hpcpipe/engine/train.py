@@ -6,12 +6,10 @@ a last checkpoint and a summary. Decisions are taken by rank 0 and broadcast.
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,18 +17,20 @@ import numpy as np
 import torch
 
 import hpcpipe
-from hpcpipe.config import RunConfig, load_run, parse_run
+from hpcpipe.config import RunConfig, check_groups, load_run, parse_run
 from hpcpipe.datasets.build import build_dataset
 from hpcpipe.datasets.protocol import Dataset
 from hpcpipe.engine import restore
 from hpcpipe.engine.assemble import build_runners, connect, learning_rate
 from hpcpipe.engine.checkpoints import Checkpoints
 from hpcpipe.engine.loop import Ending, Engine, NoRecord
-from hpcpipe.engine.plan import Plan, describe, make_plan, make_schedule
+from hpcpipe.engine.plan import Plan, make_plan, make_schedule
+from hpcpipe.engine.report import announce, rank_summary, summarise
+from hpcpipe.engine.resources import choose_device, set_threads
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.signals import on_signals, stop_file
 from hpcpipe.engine.steering import Steering
-from hpcpipe.errors import EXIT_DONE, EXIT_REQUEUE, HpcpipeError
+from hpcpipe.errors import EXIT_DONE, EXIT_REQUEUE, HpcpipeError, UserError
 from hpcpipe.models.build import build_layers
 from hpcpipe.models.layers import LayerSpec, inspect_layers
 from hpcpipe.observe.activity import Activity
@@ -76,8 +76,8 @@ class _Job:
         self._options = options
         self._directory = Path(config.run.out)
         self._began = time.perf_counter()
-        self._device = _choose_device(config, world)
-        self._threads = _set_threads(config, world)
+        self._device = choose_device(config, world)
+        self._threads = set_threads(config, world)
         self._waiter = Waiter(
             rank=world.rank,
             warn_after_s=config.run.stall_warning_s or float("inf"),
@@ -94,6 +94,7 @@ class _Job:
         self._waiter.describe = lambda: "stage " + ", ".join(str(stage) for stage in stages)
         transport, notes = self._transport(plan)
         steering, checkpoints = self._checkpointing(plan, schedule, len(stages))
+        on_signals(self._config.run.stop_signals, steering.request)
         with self._world.together("building the stages"):
             runners, build_notes = build_runners(
                 self._config,
@@ -119,7 +120,16 @@ class _Job:
         )
         with self._world.together("loading the weights"):
             resends = self._load(runners, resume, schedule)
-        self._announce(plan, schedule, resume, transport, notes)
+        announce(
+            self._world,
+            self._config,
+            plan,
+            schedule,
+            resume,
+            [f"transport: {transport.line}", *notes],
+            threads=self._threads,
+            say=self._say,
+        )
         record = self._record(plan, schedule, resume, data)
         activity = Activity(rank=self._world.rank, origin=self._common_origin(), trace=self._config.run.trace)
         engine = Engine(
@@ -134,7 +144,6 @@ class _Job:
             norm_squared=self._sum_over_ranks,
             stop_on_nonfinite=self._config.optimizer.on_nonfinite == "stop",
         )
-        on_signals(self._config.run.stop_signals, steering.request)
         for resend in resends:
             runners[resend.stage].send_activation(resend)
         trained_from = time.perf_counter()
@@ -144,19 +153,31 @@ class _Job:
         committed = checkpoints.finish()
         if record is not None:
             record.close()
-        self._summarise(plan, schedule, runners, transport, activity, record, ending, trained_s, committed)
+        mine = rank_summary(self._world, self._device, plan, runners, transport, activity, record, trained_s)
+        summary = {
+            "steps": ending.last_update + 1,
+            "stopped": ending.stopped,
+            "schedule": schedule.name,
+            "policy": None if schedule.synchronous else schedule.policy.value,
+            "train_seconds": trained_s,
+            "wall_seconds": time.perf_counter() - self._began,
+            "checkpoint_step": committed,
+        }
+        summarise(self._world, self._directory, mine, summary, trace=self._config.run.trace, say=self._say)
         return self._exit_code(ending, committed)
 
     # -- before training --
 
     def _prepare(self) -> tuple[Dataset, list[LayerSpec], Plan, Schedule]:
         """Data, model and plan: the same on every rank, so what is wrong with them is said once."""
-        with self._world.together("preparing data and model"):
-            data = build_dataset(self._config.data, self._config.run.seed)
-            specs = build_layers(self._config.model, self._config.run.seed, data.describe())
-            inspection = inspect_layers(specs, self._config.run.seed)
-            plan = make_plan(self._config, specs, inspection, self._world.size)
-            schedule = make_schedule(self._config, data, stages=plan.stages)
+        config = self._config
+        with self._world.together("preparing data and model"), _naming(self._options.run_file):
+            data = build_dataset(config.data, config.run.seed)
+            specs = build_layers(config.model, config.run.seed, data.describe())
+            inspection = inspect_layers(specs, config.run.seed)
+            check_groups(inspection.parameter_names, config.optimizer.groups)
+            plan = make_plan(config, specs, inspection, self._world.size)
+            schedule = make_schedule(config, data, stages=plan.stages)
         return data, specs, plan, schedule
 
     def _choose_start(self, plan: Plan, schedule: Schedule) -> restore.Resume | None:
@@ -171,7 +192,7 @@ class _Job:
             elif not self._options.overwrite:
                 restore.refuse_to_overwrite(self._directory)
             if found is not None:
-                resume = restore.decide(found, plan, schedule, self._config.run.dtype)
+                resume = restore.decide(found, plan, schedule, self._config)
             self._directory.mkdir(parents=True, exist_ok=True)
             if found is None and self._options.overwrite:
                 restore.discard_checkpoints(self._directory)
@@ -204,10 +225,8 @@ class _Job:
         settings = self._config.checkpoint
         meta = {
             "fingerprint": plan.fingerprint,
-            "pipeline": {
-                **restore.pipeline_identity(plan, schedule, self._config.run.dtype),
-                "first": schedule.first,
-            },
+            "first": schedule.first,
+            "identity": restore.identity(plan, schedule, self._config),
             "minibatches": schedule.minibatches,
             "config": self._config.to_toml(),
             "hpcpipe": hpcpipe.__version__,
@@ -261,42 +280,6 @@ class _Job:
     def _resume_after(resume: restore.Resume | None) -> int | None:
         return resume.step - 1 if resume is not None and resume.exact else None
 
-    def _announce(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        resume: restore.Resume | None,
-        transport: Transport,
-        notes: list[str],
-    ) -> None:
-        """What will run, said once by rank 0."""
-        everyone = self._world.gather_json(notes, what="the notes of all ranks")
-        if everyone is None:
-            return
-        policy = "" if schedule.synchronous else f", policy {schedule.policy.value}"
-        aim = f", target {schedule.target.value}" if schedule.predicts else ""
-        self._say(
-            f"hpcpipe {hpcpipe.__version__}: {schedule.minibatches} minibatches, schedule {schedule.name}"
-            f"{policy}{aim}, {schedule.stages} stages on {self._world.size} ranks, {self._threads} threads each"
-        )
-        for line in describe(plan, schedule):
-            self._say(line)
-        self._say(f"transport: {transport.line}")
-        if self._config.optimizer.clip_norm is not None:
-            whose = "all stages together" if schedule.synchronous else "each stage alone"
-            self._say(f"gradients are clipped by the norm of {whose}")
-        if resume is not None:
-            how = (
-                "this run continues it to the bit"
-                if resume.exact
-                else "on another pipeline: this run is equivalent, not bit-identical; the pipeline is filled anew"
-            )
-            self._say(f"resuming from {resume.path} (step {resume.step}); {how}")
-        for note in dict.fromkeys(note for rank in everyone for note in rank):
-            self._say(note)
-        for note in self._world.notes:
-            self._say(note)
-
     def _record(
         self, plan: Plan, schedule: Schedule, resume: restore.Resume | None, data: Dataset
     ) -> RunRecord | None:
@@ -329,65 +312,6 @@ class _Job:
 
     # -- after training --
 
-    def _summarise(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        runners: Mapping[int, StageRunner],
-        transport: Transport,
-        activity: Activity,
-        record: RunRecord | None,
-        ending: Ending,
-        trained_s: float,
-        committed: int | None,
-    ) -> None:
-        mine = {
-            "rank": self._world.rank,
-            "host": self._world.host,
-            "stages": [
-                {
-                    "stage": index,
-                    "layers": list(plan.layers_of(index)),
-                    "staleness": runner.program.staleness(ending.last_update),
-                    "peak_versions": runner.weights.peak_versions,
-                    "weight_bytes": runner.weights.allocated_bytes,
-                }
-                for index, runner in runners.items()
-            ],
-            "busy_fraction": activity.busy_seconds() / trained_s if trained_s else 0.0,
-            "bytes_sent": sum(stats.payload_bytes for stats in transport.sent.values()),
-            "peak_memory_bytes": _peak_memory(self._device),
-            "events": activity.events,
-            "notes": [note for runner in runners.values() for note in runner.passes.notices],
-            "final": None if record is None else record.final,
-        }
-        everyone = self._world.gather_json(mine, what="the summary of all ranks")
-        if everyone is None:
-            return
-        final = next(entry["final"] for entry in everyone if entry["final"] is not None)
-        events = [event for entry in everyone for event in entry.pop("events")]
-        if self._config.run.trace:
-            (self._directory / "trace.json").write_text(json.dumps({"traceEvents": events}))
-        for entry in everyone:
-            entry.pop("final")
-        summary = {
-            "steps": ending.last_update + 1,
-            "stopped": ending.stopped,
-            "schedule": schedule.name,
-            "policy": None if schedule.synchronous else schedule.policy.value,
-            "train_seconds": trained_s,
-            "wall_seconds": time.perf_counter() - self._began,
-            "checkpoint_step": committed,
-            "figures": final,
-            "ranks": everyone,
-        }
-        (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        for note in dict.fromkeys(note for entry in everyone for note in entry["notes"]):
-            self._say(note)
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in final.items())
-        self._say(f"{ending.last_update + 1} steps in {trained_s:.1f} s: {figures}")
-        self._say(f"metrics: {self._directory / 'metrics.jsonl'}; checkpoints: {self._directory / 'checkpoints'}")
-
     def _exit_code(self, ending: Ending, committed: int | None) -> int:
         if committed != ending.last_update + 1:
             if self._world.rank == 0:
@@ -402,30 +326,10 @@ class _Job:
             say(line)
 
 
-def _choose_device(config: RunConfig, world: World) -> torch.device:
-    """The GPU of this rank by its place on its host, or the CPU. Raises HpcpipeError without one."""
-    available = torch.cuda.is_available()
-    if config.run.device == "cpu" or (config.run.device == "auto" and not available):
-        return torch.device("cpu")
-    if not available:
-        raise HpcpipeError('run.device = "cuda", but torch sees no GPU; see `hpcpipe doctor`')
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _set_threads(config: RunConfig, world: World) -> int:
-    """Compute threads of this rank: as asked, as OMP_NUM_THREADS says, or its share of the host's cores."""
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        neighbours = world.hosts.count(world.host)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // neighbours))
-    return torch.get_num_threads()
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: the device's peak on a GPU, else the process's peak resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+@contextmanager
+def _naming(run_file: str) -> Iterator[None]:
+    """Put the run file's name before what is wrong with what it asks for."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{run_file}: {error}") from error

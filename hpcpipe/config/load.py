@@ -1,0 +1,118 @@
+"""Reads a run file, lays overrides over it and validates the result.
+
+The only place where the configuration meets the file system. Every mistake becomes part of one ConfigError
+line: file, dotted key, what is wrong, remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcpipe.config.explain import explain
+from hpcpipe.config.run import RunConfig
+from hpcpipe.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the run file at `path` with the overrides (`section.key=value`) laid over it, checked.
+
+    Relative paths inside the file are left as they are: they mean the working directory.
+
+    Raises ConfigError: the file is missing, is no TOML, or any value is wrong; all mistakes in one line.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file; name an existing one, such as a copy from jobs/") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the run file: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {_one_line(error)}; strings need quotes") from None
+    return parse_run(tables, source=str(path), overrides=overrides, out=f"runs/{path.stem}")
+
+
+def parse_run(
+    tables: Mapping[str, Any], *, source: str = "run", overrides: Sequence[str] = (), out: str = "runs/run"
+) -> RunConfig:
+    """Return the configuration of `{section: {key: value}}`; `source` names the file in messages.
+
+    `out` is the value of run.out where it is not given. Raises ConfigError as `load_run` does.
+    """
+    merged: dict[str, Any] = {str(name): _own(table) for name, table in tables.items()}
+    for section in ("model", "data"):
+        if isinstance(merged.get(section), str):
+            merged[section] = {"name": merged[section]}
+    overridden = [_override(merged, text) for text in overrides]
+    for section in ("run", "model", "data", "optimizer"):
+        merged.setdefault(section, {})
+    if isinstance(merged["run"], dict):
+        merged["run"].setdefault("out", out)
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        mistakes: dict[str, list[str]] = {}
+        for key, text in explain(error, merged):
+            by_option = any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in overridden)
+            mistakes.setdefault("--set" if by_option else source, []).append(f"{key}: {text}")
+    raise ConfigError("; ".join(f"{where}: {'; '.join(found)}" for where, found in mistakes.items()))
+
+
+def _override(tables: dict[str, Any], text: str) -> str:
+    """Lay `a.b=value` over the tables and return the dotted key."""
+    key, equals, written = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {text}: must have the form section.key=value, such as optimizer.lr=0.1")
+    table = tables
+    for depth, part in enumerate(parts[:-1]):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            whole = ".".join(parts[: depth + 1])
+            raise ConfigError(f"--set {text}: {whole} is no table; override it as a whole, {whole}=...")
+    table[parts[-1]] = _freeze(_parse(written.strip()))
+    return ".".join(parts)
+
+
+def _parse(written: str) -> Any:
+    """Read a TOML value; what is none is a string, so that a shell user need not quote twice."""
+    try:
+        parsed = tomllib.loads(f"value = {written}\n")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    if list(parsed) == ["value"]:
+        return parsed["value"]
+    try:
+        return float(written)
+    except ValueError:
+        return written
+
+
+def _own(table: Any) -> Any:
+    """Return a section as a dict that may be changed, its lists frozen."""
+    return {str(key): _freeze(value) for key, value in table.items()} if isinstance(table, Mapping) else table
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)
+    if isinstance(value, Mapping):
+        return {str(key): _freeze(item) for key, item in value.items()}
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

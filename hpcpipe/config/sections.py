@@ -1,0 +1,191 @@
+"""The sections of the run file that are about the run itself: run, loss, pipeline, eval, checkpoint, transport.
+
+Each key has its default, its meaning and its own check here; checks over several sections are in `run`.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
+
+from hpcpipe.config.base import (
+    Count,
+    Mistakes,
+    Names,
+    NotNegative,
+    Positive,
+    Section,
+    Whole,
+    did_you_mean,
+    name_or_object,
+    shown,
+)
+
+_CANNOT_BE_CAUGHT = ("SIGKILL", "SIGSTOP")
+
+
+class RunSection(Section):
+    """[run]: how long, where to, on what, and what to show."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides the initial weights, the data order and dropout."""
+    out: Annotated[str, Field(min_length=1)]
+    """Folder for metrics, summary and checkpoints; runs/<name of the run file> when left out."""
+    epochs: Count = 1
+    """Passes over the training data; the run ends here or at max_steps, whichever comes first."""
+    max_steps: Count | None = None
+    """Minibatches after which the run ends, at most; none when left out."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the stages compute; auto takes a GPU where torch finds one."""
+    threads: Count | None = None
+    """Compute threads of each rank; left out, OMP_NUM_THREADS and torch's own choice stand."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of weights and activations in the passes."""
+    log_every: Count = 10
+    """Minibatches between two lines of metrics."""
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """How progress is shown; auto is a bar on a terminal and lines in a batch log."""
+    trace: bool = False
+    """Write trace.json, a timeline of all ranks."""
+    stop_signals: Names = ("SIGUSR1", "SIGTERM")
+    """Signals that ask for a checkpoint and a clean end."""
+    stall_warning_s: NotNegative = 60.0
+    """Seconds without a message after which the waiting rank says what it waits for; 0 is never."""
+    stall_abort_s: NotNegative = 600.0
+    """Seconds without a message after which the job is ended; 0 is never."""
+    init_from: Annotated[str, Field(min_length=1)] | None = None
+    """Start from these weights: a safetensors file, a run folder or a checkpoint; none when left out."""
+
+    @field_validator("stop_signals")
+    @classmethod
+    def _signals_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        known = [name for name in signal.Signals.__members__ if name not in _CANNOT_BE_CAUGHT]
+        for name in names:
+            if name in _CANNOT_BE_CAUGHT:
+                raise ValueError(f"{name} cannot be caught by a program; use SIGUSR1 or SIGTERM")
+            if name not in known:
+                raise ValueError(f"no such signal on this system: {shown(name)}{did_you_mean(name, known)}")
+        return names
+
+    @model_validator(mode="after")
+    def _warning_before_abort(self) -> RunSection:
+        if 0 < self.stall_abort_s < self.stall_warning_s:
+            text = f"must be at least stall_warning_s ({self.stall_warning_s:g}), got {self.stall_abort_s:g}"
+            raise Mistakes(("stall_abort_s", text))
+        return self
+
+
+LOSSES = ("cross_entropy",)
+METRICS = ("accuracy", "perplexity")
+
+
+def _metrics_exist(names: tuple[str, ...]) -> tuple[str, ...]:
+    check = name_or_object(METRICS, "mypkg.mymodule:metric")
+    return tuple(check(name) for name in names)
+
+
+class LossConfig(Section):
+    """[loss]: what is minimised and what an evaluation reports."""
+
+    name: Annotated[str, AfterValidator(name_or_object(LOSSES, "mypkg.mymodule:loss"))] = "cross_entropy"
+    """cross_entropy, or your own function of (output, targets) that returns the mean loss."""
+    ignore_index: int | None = None
+    """Target value that does not count (cross_entropy only); none when left out."""
+    metrics: Annotated[Names, AfterValidator(_metrics_exist)] | None = None
+    """Figures of an evaluation beside the loss; left out: perplexity for gpt, accuracy for the other built-ins."""
+
+    @model_validator(mode="after")
+    def _ignore_index_is_known(self) -> LossConfig:
+        if self.ignore_index is not None and self.name not in LOSSES:
+            raise Mistakes(
+                ("ignore_index", f"only cross_entropy knows it; remove it, or see to it in {self.name}")
+            )
+        return self
+
+
+class PipelineConfig(Section):
+    """[pipeline]: the schedule, what is done about staleness, and how the layers are dealt out."""
+
+    schedule: Literal["pipedream", "gpipe", "1f1b"] = "pipedream"
+    """pipedream is asynchronous; gpipe and 1f1b flush after each minibatch."""
+    policy: Literal["stash", "vertical_sync", "none", "spectrain"] = "spectrain"
+    """Which weights the passes of the asynchronous schedule use."""
+    target: Literal["round_trip", "local", "damped"] = "round_trip"
+    """Which coming version spectrain predicts."""
+    microbatches: Count = 1
+    """Parts of a minibatch in the synchronous schedules."""
+    stages: Count | None = None
+    """Number of stages; the number of ranks when left out."""
+    balance: Literal["parameters"] | tuple[Count, ...] = "parameters"
+    """Layers of each stage as a list of counts, or an even split by number of parameters."""
+    derived: Literal["refuse", "keep_forward"] = "refuse"
+    """What to do about saved copies derived from weights (autocast, weight_norm) under none and spectrain."""
+
+    @field_validator("balance", mode="plain")
+    @classmethod
+    def _balance_is_counts(cls, value: Any) -> Any:
+        counts = isinstance(value, (list, tuple)) and len(value) > 0
+        if value == "parameters" or (counts and all(type(item) is int and item >= 1 for item in value)):
+            return value if isinstance(value, str) else tuple(value)
+        raise ValueError(
+            f'must be "parameters" or the number of layers of each stage, as in [3, 2, 2], got {shown(value)}; '
+            "no stage may be empty"
+        )
+
+    @field_serializer("balance", mode="plain")
+    def _balance_as_it_is(self, value: str | tuple[int, ...]) -> Any:
+        # The serializer of the union would warn of each member that the value is not.
+        return value
+
+
+class EvalConfig(Section):
+    """[eval]: when the held-out data are scored."""
+
+    every: Whole = 0
+    """Minibatches between two evaluations; 0 is at the end of each epoch."""
+    batches: Count | None = None
+    """Score at most this many batches; all when left out."""
+    at_end: bool = True
+    """Also evaluate when the run is done."""
+
+
+class CheckpointConfig(Section):
+    """[checkpoint]: when checkpoints are written and which are kept. A final one is always written."""
+
+    every: Whole = 0
+    """Minibatches between two checkpoints; 0 is only the final one."""
+    minutes: Positive | None = None
+    """Minutes between two checkpoints; left out, time does not matter."""
+    auto: bool = False
+    """Choose the interval from the measured cost of a write and mtbf_hours (Young/Daly)."""
+    mtbf_hours: Positive | None = None
+    """Expected hours between two failures of the job, for auto."""
+    keep_last: Count = 2
+    """Keep this many newest checkpoints."""
+    keep_every: Whole = 0
+    """Also keep each checkpoint whose step is a multiple of this; 0 is none."""
+    cut: Literal["inflight", "drain"] = "inflight"
+    """Store the minibatches in flight, or drain the pipeline first (needs less memory, costs time)."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_interval(self) -> CheckpointConfig:
+        if self.auto and self.mtbf_hours is None:
+            raise Mistakes(("mtbf_hours", "auto = true needs it; add mtbf_hours = 24.0 or what your machine has"))
+        if self.mtbf_hours is not None and not self.auto:
+            raise Mistakes(("mtbf_hours", "is used by auto = true only; set that or remove it"))
+        if self.auto and (self.every or self.minutes is not None):
+            raise Mistakes(("auto", "chooses the interval itself; remove every and minutes, or auto"))
+        return self
+
+
+class TransportConfig(Section):
+    """[transport]: how messages travel."""
+
+    cuda_aware: Literal["auto", "on", "off"] = "auto"
+    """Give device buffers to MPI; auto asks the library, off stages through pinned host memory."""
+    progress: Literal["layers", "actions"] = "layers"
+    """Test pending requests between layers, or only between actions."""
+    chunk_bytes: Annotated[int, Field(ge=1, lt=2**31)] = 2**30
+    """Messages above this many bytes are sent in parts."""

@@ -1,0 +1,23 @@
+"""Trains every run file of a list, one after the other, on the ranks of one job: `pipeline_cases.py LIST.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from hpcpipe.engine.train import TrainOptions, train
+from hpcpipe.transport.job import run_job
+from hpcpipe.transport.world import World
+
+
+def main(world: World) -> int:
+    for run_file in json.loads(Path(sys.argv[1]).read_text()):
+        code = train(world, TrainOptions(run_file=run_file))
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(main))
