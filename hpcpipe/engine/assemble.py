@@ -190,6 +190,9 @@ def _weights(
             parameter.data = parameter.data.new_empty(0)
         elif parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    for buffer in stage.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
     return weights, note
 
 

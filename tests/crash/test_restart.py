@@ -119,23 +119,6 @@ def test_a_run_killed_at_any_moment_and_resumed_equals_the_unbroken_one_to_the_b
     assert _losses(tmp_path / "killed") == _losses(tmp_path / "unbroken")
 
 
-@pytest.mark.parametrize("policy", ["none", "vertical_sync", "stash", "spectrain"])
-def test_a_run_resumed_from_a_cut_in_its_middle_equals_the_unbroken_one_to_the_bit(
-    tmp_path: Path, policy: str
-) -> None:
-    run_file = _run_file(tmp_path, policy)
-    options = ["--set", "pipeline.stages=4", "--set", "run.epochs=1", "--set", "checkpoint.keep_last=99"]
-    assert _train(run_file, tmp_path / "whole", *options, ranks=1).rc == 0
-    expected = _digest(tmp_path / "whole")
-
-    cut = tmp_path / "whole" / "checkpoints" / "step-0000000024"
-    resumed = _train(run_file, tmp_path / "resumed", *options, "--resume", str(cut), ranks=1)
-
-    assert resumed.rc == 0, str(resumed)
-    assert "continues it to the bit" in resumed.stderr
-    assert _digest(tmp_path / "resumed") == expected
-
-
 def test_the_same_stages_on_other_ranks_continue_to_the_bit(tmp_path: Path) -> None:
     run_file = _run_file(tmp_path, "spectrain")
     options = ["--set", "pipeline.stages=4", "--set", "run.epochs=1", "--set", "checkpoint.keep_last=99"]
