@@ -114,34 +114,20 @@ class Checkpoints:
 
     def finish(self) -> int | None:
         """Wait for the last write and the last commit; the step committed last, the same on every rank."""
-        self._finish_write()
-        self._collect(self._reports.finish())
-        committed: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
-        return committed
-
-    def _begin(self, step: int) -> _Cut:
-        # One write at a time, so that its memory serves the next cut as well.
-        self._finish_write()
-        copies = self._spare.pop() if self._spare else HostCopies()
-        copies.clear()
-        cut = self._gathering[step] = _Cut(copies=copies)
-        return cut
-
-    def _write(self, step: int, cut: _Cut) -> None:
-        self._writing = step
-        self._copies = cut.copies
-        self.copy_seconds = cut.seconds
-        directory = self._directories[step] = new_set_directory(self._root, step)
-        meta = {"step": step, "stages": cut.stage_metas}
-        self._writer.submit(directory, self._world.rank, cut.copies.arrays, meta, cut.copies.bf16)
+        with self._waiter.patiently():
+            self._finish_write()
+            self._collect(self._reports.finish())
+            step: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
+        return step
 
     def _finish_write(self) -> None:
         if self._writer.busy:
-            self._waiter.wait(
-                [Condition(self._report)],
-                f"the checkpoint of step {self._writing} to be written to {self._root}",
-                kind="checkpoint",
-            )
+            with self._waiter.patiently():
+                self._waiter.wait(
+                    [Condition(self._report)],
+                    f"the checkpoint of step {self._writing} to be written to {self._root}",
+                    kind="checkpoint",
+                )
 
     def _report(self) -> bool:
         """Whether the write is done; if so rank 0 is told how it went."""

@@ -11,7 +11,8 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from hpcpipe.errors import TransportError
@@ -109,6 +110,15 @@ class Waiter:
             raise TransportError(f"{self.subject()} waits for {_text(what)}: {error}") from error
         finally:
             self.waited_s[kind] += self._clock() - started
+
+    @contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Waits in this block warn, but never give up: for a disk that may be slow but is not lost."""
+        limit, self.abort_after_s = self.abort_after_s, None
+        try:
+            yield
+        finally:
+            self.abort_after_s = limit
 
     def subject(self) -> str:
         """This rank in words, as "rank 2 (stage 2)"."""

@@ -103,6 +103,20 @@ def test_a_wait_without_a_limit_goes_on() -> None:
     assert len(lines) > 80
 
 
+def test_a_patient_wait_warns_but_does_not_give_up() -> None:
+    clock = Clock(stretch=1e6)
+    lines: list[str] = []
+    waiter = _waiter(clock, lines, abort_after_s=600.0)
+
+    with waiter.patiently():
+        waiter.wait([After(clock, 5000.0)], "the disk")
+
+    assert clock.now >= 5000.0
+    assert lines
+    with pytest.raises(TransportError):
+        waiter.wait([After(clock, 1e9)], "a message")
+
+
 def test_hooks_run_while_waiting() -> None:
     clock, calls = Clock(), list[float]()
     waiter = _waiter(clock)
