@@ -10,7 +10,7 @@ EXIT_DONE = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_REQUEUE = 75
-"""Stopped by request with a committed checkpoint (EX_TEMPFAIL): the job script should run the same command again."""
+"""Stopped by request with a committed checkpoint (EX_TEMPFAIL): the job script should run the command again."""
 
 
 class HpcpipeError(Exception):

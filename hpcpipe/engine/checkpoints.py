@@ -120,6 +120,22 @@ class Checkpoints:
             step: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
         return step
 
+    def _begin(self, step: int) -> _Cut:
+        # One write at a time, so that its memory serves the next cut as well.
+        self._finish_write()
+        copies = self._spare.pop() if self._spare else HostCopies()
+        copies.clear()
+        cut = self._gathering[step] = _Cut(copies=copies)
+        return cut
+
+    def _write(self, step: int, cut: _Cut) -> None:
+        self.copy_seconds = cut.seconds
+        self._writing = step
+        self._copies = cut.copies
+        directory = self._directories[step] = new_set_directory(self._root, step)
+        meta = {"step": step, "stages": cut.stage_metas}
+        self._writer.submit(directory, self._world.rank, cut.copies.arrays, meta, cut.copies.bf16)
+
     def _finish_write(self) -> None:
         if self._writer.busy:
             with self._waiter.patiently():

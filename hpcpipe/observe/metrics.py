@@ -19,7 +19,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Open `path`; lines beyond step `keep_until`, and evaluations at it, which are done again, are dropped."""
+        """Open `path` without its lines beyond step `keep_until` and evaluations at it, which are done again."""
         kept = []
         if keep_until and path.exists():
             for line in path.read_text().splitlines():
