@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @click.command("pipeline")
 @click.argument("run_file", metavar="RUN.toml", type=click.Path())
-@click.option("--minibatches", default=24, show_default=True, help="Minibatches timed in each turn.")
-@click.option("--turns", default=5, show_default=True, help="Turns of each side.")
+@click.option("--minibatches", default=16, show_default=True, help="Minibatches timed in each turn.")
+@click.option("--turns", default=9, show_default=True, help="Turns of each side.")
 @click.option("--set", "overrides", metavar="a.b=VALUE", multiple=True, help="Override a value of the run file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def pipeline(run_file: str, minibatches: int, turns: int, overrides: tuple[str, ...], as_json: bool) -> None:

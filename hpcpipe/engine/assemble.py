@@ -192,6 +192,7 @@ def _weights(
             parameter.data = parameter.data.to(dtype)
     for buffer in stage.buffers():
         if buffer.is_floating_point():
+            # As Module.to does; BatchNorm takes no statistics of another type than its weights.
             buffer.data = buffer.data.to(dtype)
     return weights, note
 

@@ -45,8 +45,8 @@ class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     A tensor is `derived` if it was computed from weights (or derived tensors) and constants, and `incoming` if a
     stage input went into it. Tensors made from nothing, and buffers, are constants; but a product of weights with
-    zeros made in the pass is a recurrent layer's first state, and counts as if it had come in. `layer` is asked for
-    the name of the layer that runs.
+    zeros made in the pass is a recurrent layer's first state, and counts as if it had come in. `layer` is asked
+    for the name of the layer that runs.
     """
 
     def __init__(self, *, weights: int, inputs: Iterable[Tensor], layer: Callable[[], str]) -> None:

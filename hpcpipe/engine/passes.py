@@ -111,10 +111,13 @@ class Passes:
 
     def evaluate(self, inputs: tuple[Tensor, ...], weights: WeightBuffer) -> tuple[Tensor, ...]:
         """Run the stage in evaluation mode, without a graph."""
+        training = {module: module.training for module in self._stage.modules()}
         self._stage.eval()
         with torch.no_grad():
             outputs = self._call(weights, self._stage.run, 0, 0, *self._given_to_first_layer(inputs))
-        self._stage.train()
+        for module, mode in training.items():
+            # A module that its builder has set to evaluation (a frozen BatchNorm) stays there.
+            module.training = mode
         return outputs
 
     def _call(self, weights: WeightBuffer, function: Callable[..., object], *args: object) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ def choose_device(config: RunConfig, world: World) -> torch.device:
     # With --gpus-per-task a rank sees its own device only, as device 0.
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     # torch makes its random generators, one a device, only when CUDA is first used.
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.set_device(device)
     return device
 

@@ -110,6 +110,11 @@ def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, config: RunConf
             f"{found.path} is of another model (its layers or their shapes differ): resume with the run file "
             "it was made with, or start another run with --out"
         )
+    if found.step > schedule.minibatches:
+        raise CheckpointError(
+            f"{found.path} is at step {found.step}, but this run ends at {schedule.minibatches}: "
+            "raise run.epochs or run.max_steps"
+        )
     now = identity(plan, schedule, config)
     differs = [subject for subject in now if now[subject] != meta["identity"].get(subject)]
     if not differs and not _same_in_flight(found, replace(schedule, first=meta["first"])):
@@ -124,8 +129,6 @@ def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, config: RunConf
 
 def _same_in_flight(found: CheckpointSet, schedule: Schedule) -> bool:
     """Whether the minibatches in flight at the cut are those that this schedule would have in flight there."""
-    if found.step > schedule.minibatches:
-        return False
     stages: dict[str, Any] = {}
     for rank in range(found.ranks):
         stages |= found.index(rank).meta["stages"]

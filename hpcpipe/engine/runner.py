@@ -244,10 +244,13 @@ class StageRunner:
 
     def update(self, action: Action, *, grad_scale: float = 1.0) -> None:
         """U: make the next version from this minibatch's gradients, and the predictions that follow from it."""
+        # The update itself still reads its own version; the buffers of older ones are free for the new version.
+        older = [version for version in action.releases if version < action.minibatch]
+        self.weights.release(older)
         self.weights.update(action.minibatch, self._gradients, action.predictions, grad_scale=grad_scale)
         self._gradients = []
         self._release_gradient()
-        self.weights.release(action.releases)
+        self.weights.release([version for version in action.releases if version not in older])
         self.next_update = action.minibatch + 1
 
     def predict(self, action: Action) -> None:

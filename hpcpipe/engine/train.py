@@ -94,6 +94,7 @@ class _Job:
         self._waiter.describe = lambda: "stage " + ", ".join(str(stage) for stage in stages)
         transport, notes = self._transport(plan)
         steering, checkpoints = self._checkpointing(plan, schedule, len(stages))
+        checkpoints.committed = None if resume is None else resume.step
         on_signals(self._config.run.stop_signals, steering.request)
         with self._world.together("building the stages"):
             runners, build_notes = build_runners(
@@ -116,7 +117,7 @@ class _Job:
             ranks=self._world.size,
             schedule=schedule,
             data=data,
-            rows=self._config.data.batch,
+            rows=data.rows(0),
         )
         with self._world.together("loading the weights"):
             resends = self._load(runners, resume, schedule)

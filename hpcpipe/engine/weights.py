@@ -102,7 +102,9 @@ class WeightStore:
 
     def keep_forward_weights(self, minibatch: int, version: int) -> None:
         """Keep what F(minibatch) runs on until `drop`: a restart from a coming cut must run it again."""
-        self._apart.setdefault((Role.FORWARD, minibatch), self.versions[version])
+        key = Role.FORWARD, minibatch
+        if key not in self._apart:
+            self._apart[key] = self.versions[version]
 
     def restore_forward_weights(self, minibatch: int) -> WeightBuffer:
         """A buffer for the kept forward weights of `minibatch`, to be filled by the caller (a resumed run)."""

@@ -174,6 +174,21 @@ def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
     assert len(losses) == STEPS + 10
 
 
+def test_a_finished_run_that_is_started_again_ends_well_and_changes_nothing(tmp_path: Path) -> None:
+    config = _config(tmp_path / "run", **CASES["spectrain"])
+    expected = _run(config)
+
+    assert _run(config, resume="auto") == expected
+
+
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    _run(_config(tmp_path / "run", **CASES["stash"]))
+    shorter = _config(tmp_path / "run", **{**CASES["stash"], "run": {"max_steps": STEPS - 1}})
+
+    with pytest.raises(CheckpointError, match=f"is at step {STEPS}, but this run ends at {STEPS - 1}"):
+        _run(shorter, resume="auto")
+
+
 def test_resuming_where_nothing_was_written_starts_at_0_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
