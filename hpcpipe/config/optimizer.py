@@ -72,7 +72,7 @@ class _Optimizer(Section):
     clip_norm: Positive | None = None
     """Largest norm of a gradient: global in synchronous schedules, per stage in the asynchronous one."""
     on_nonfinite: Literal["stop", "continue"] = "stop"
-    """What to do when the loss or a gradient is NaN or infinite."""
+    """What to do when the loss, or at a checkpoint a weight, is NaN or infinite: end the run, or let it pass."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with hyper-parameters of their own."""
 

@@ -1,4 +1,4 @@
-"""Finds saved tensors that were computed from weights alone, such as a cast or a normalised weight.
+"""Finds what the substitution of backward weights cannot see: derived copies of weights, and weights kept aside.
 
 The substitution of backward weights recognises a saved weight by its storage. What autograd saves of a *derived
 copy* of a weight (autocast, weight_norm, cat of two weights) escapes it and keeps the forward's values, which is
@@ -38,6 +38,30 @@ def _storage(tensor: Tensor) -> int:
 
 def _storages(tree: Any) -> set[int]:
     return {_storage(t) for t in tree_leaves(tree) if isinstance(t, Tensor)} - {0}
+
+
+class ForwardReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices a backward pass that reads the forward's weights although it should use others.
+
+    An autograd.Function that keeps a weight on its context, instead of saving it for the backward, does so behind
+    the back of every hook. `op` is the first operation found reading the buffer at `weights`.
+    """
+
+    def __init__(self, weights: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.op: str | None = None
+        self._weights = weights
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.op is None and self._weights in _storages((args, kwargs)):
+            self.op = str(func)
+        return func(*args, **(kwargs or {}))
 
 
 class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -164,9 +164,20 @@ class Engine:
         runner.update(action, grad_scale=grad_scale)
         if runner.is_last:
             self._record.minibatch_done(minibatch, loss)
-        if self._steering.cuts_at(minibatch) and self._checkpoints.take(runner):
-            self._steering.passed(minibatch)
+        if self._steering.cuts_at(minibatch):
+            self._refuse_to_keep_nonfinite(runner, minibatch)
+            if self._checkpoints.take(runner):
+                self._steering.passed(minibatch)
         self._checkpoints.poll()
+
+    def _refuse_to_keep_nonfinite(self, runner: StageRunner, minibatch: int) -> None:
+        # A gradient that overflowed shows in the loss minibatches later; a checkpoint in between would be lost.
+        if self._stop_on_nonfinite and not runner.weights.are_finite():
+            raise NonFiniteError(
+                f"the weights of stage {runner.stage.index} are not finite after minibatch {minibatch}, so no "
+                "checkpoint is taken: lower optimizer.lr, clip gradients (optimizer.clip_norm), or let it pass "
+                'with optimizer.on_nonfinite = "continue"'
+            )
 
     def _evaluate(self, runner: StageRunner, action: Action) -> None:
         runner.evaluate(action)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from hpcpipe.engine.derived import DerivedTensors
+from hpcpipe.engine.derived import DerivedTensors, ForwardReads
 from hpcpipe.engine.stage import Stage
 from hpcpipe.engine.substitution import Substitution
 from hpcpipe.engine.weights import WeightBuffer
@@ -51,6 +51,7 @@ class Passes:
         self._tied = names > sum(1 for _ in stage.named_parameters())
         self._changes_inputs: bool | None = None
         self._looked_for_derived = False
+        self._looked_for_reads = False
 
     def forward(
         self,
@@ -67,6 +68,7 @@ class Passes:
         Raises ModelError for a layer that cannot be trained that way.
         """
         versions = [tensor._version for tensor in inputs]
+        weights_version = weights.flat._version
         given = self._given_to_first_layer(inputs)
         watch = self._watch_for_derived(weights, given) if substitute else None
         substitution = Substitution(weights, watch) if substitute else None
@@ -75,6 +77,11 @@ class Passes:
             if head is not None:
                 outputs = (head(outputs),)
         self._check_inputs(inputs, versions, given)
+        if weights.flat._version != weights_version:
+            raise ModelError(
+                f"{self._some_layer} changes its weights in its forward pass (as an embedding with max_norm "
+                "does), which the update would not see: leave weights to the optimizer"
+            )
         if watch is not None:
             self._report_derived(watch)
         return ForwardPass(inputs=inputs, outputs=outputs, weights=weights, substitution=substitution)
@@ -102,7 +109,14 @@ class Passes:
             # Recomputation inside the backward pass (torch.utils.checkpoint) reads the module's parameters,
             # so they must be the backward's weights meanwhile.
             gradients_of = partial(torch.autograd.grad, allow_unused=True)
-            found = self._call(weights, gradients_of, outputs, [*wanted, *leaves], output_gradients)
+            watch = self._watch_for_reads(done, weights)
+            with watch or nullcontext():
+                found = self._call(weights, gradients_of, outputs, [*wanted, *leaves], output_gradients)
+            if watch is not None and watch.op is not None:
+                raise ModelError(
+                    f"{self._some_layer} reads the forward's weights in its backward pass ({watch.op}): let its "
+                    'autograd.Function use ctx.save_for_backward, or set pipeline.policy = "stash"'
+                )
         of_inputs = iter(found[: len(wanted)])
         return (
             tuple(next(of_inputs) if tensor.requires_grad else None for tensor in done.inputs),
@@ -145,6 +159,17 @@ class Passes:
             return None
         self._looked_for_derived = True
         return DerivedTensors(weights=weights.pointer, inputs=inputs, layer=lambda: self._stage.running)
+
+    def _watch_for_reads(self, done: ForwardPass, weights: WeightBuffer) -> ForwardReads | None:
+        if self._looked_for_reads or done.substitution is None or done.weights is weights:
+            return None
+        self._looked_for_reads = True
+        return ForwardReads(done.weights.pointer)
+
+    @property
+    def _some_layer(self) -> str:
+        names = self._stage.names
+        return f"layer {names[0]!r}" if len(names) == 1 else f"a layer from {names[0]!r} to {names[-1]!r}"
 
     def _report_derived(self, watch: DerivedTensors) -> None:
         for found in watch.found:

@@ -318,10 +318,11 @@ class StageRunner:
         if self._microbatches == 1:
             self._gradients = list(found)
             return
-        # Gradients from autograd may share memory with each other, so they are summed in memory of our own.
+        # Gradients from autograd may share memory with each other, so they are summed in memory of our own, and as
+        # precisely as the optimizer will use them.
         if self._accumulator is None:
             layout = self.weights.layout
-            self._accumulator = layout.view_list(layout.allocate(self.device, self._dtype))
+            self._accumulator = layout.view_list(layout.allocate(self.device))
         if not self._gradients:
             self._gradients = [None] * len(found)
         for i, (gradient, total) in enumerate(zip(found, self._accumulator, strict=True)):

@@ -73,6 +73,10 @@ class WeightStore:
         """The newest weights as the optimizer sees them: flat, in `layout.dtype`."""
         return self.versions[self.newest].flat if self._masters is None else self._masters
 
+    def are_finite(self) -> bool:
+        """Whether the newest weights hold neither NaN nor infinity; one fast pass over them."""
+        return bool(torch.isfinite(self.master.sum()))
+
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all weight buffers, in use or pooled, and of the optimizer state."""

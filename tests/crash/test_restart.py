@@ -14,7 +14,7 @@ import pytest
 
 from hpcpipe.checkpoint.digest import digest
 from hpcpipe.checkpoint.sets import choose
-from tests.mpi.launch import descendants, kill_tree, mpirun, rank_environment, run, supervise
+from tests.mpi.launch import Result, descendants, kill_tree, mpirun, rank_environment, run
 
 HPCPIPE = ["-m", "hpcpipe"]
 RANKS = 3
@@ -54,7 +54,7 @@ def _run_file(folder: Path, policy: str, optimizer: str = "sgd") -> Path:
     return path
 
 
-def _train(run_file: Path, out: Path, *options: str, ranks: int = RANKS):
+def _train(run_file: Path, out: Path, *options: str, ranks: int = RANKS) -> Result:
     return run(HPCPIPE, ranks, "train", str(run_file), "--out", str(out), *options, timeout_s=TIME_LIMIT_S)
 
 
@@ -228,21 +228,53 @@ def _wait_for_steps(out: Path, steps: int) -> None:
     raise AssertionError(f"{out} did not come to {steps} steps")
 
 
-def test_the_command_line_is_told_what_is_wrong_in_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    run_file = _run_file(tmp_path, "stash")
-    wrong = {
-        "optimizer.momentun=0.9": "momentum",
-        "data.batch=100000": "",
-        "run.max_steps=0": "max_steps",
-        "pipeline.stages=99": "99",
-        "model.name=mlpp": "mlp",
-    }
-    for override, word in wrong.items():
-        result = supervise(
-            mpirun(HPCPIPE, 2, "train", str(run_file), "--out", str(tmp_path / "x"), "--set", override),
-            timeout_s=60,
-        )
-        lines = [line for line in result.stderr.splitlines() if line.startswith("hpcpipe:")]
-        assert result.rc == 2, f"{override}: {result}"
-        assert len(lines) == 1, f"{override}: {result}"
-        assert word in lines[0], f"{override}: {result}"
+TEXT = """
+[model]
+name = "gpt"
+width = 16
+depth = 1
+heads = 2
+[data]
+name = "text"
+path = "{path}"
+sequence = 64
+[optimizer]
+name = "sgd"
+lr = 0.1
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["optimizer.momentun=0.9"], 'did you mean "momentum"'),
+        (["data.batch=100000", "data.drop_last=true"], "data.batch"),
+        (["run.max_steps=0"], "run.max_steps"),
+        (["pipeline.stages=99"], "99"),
+        (["model.name=mlpp"], 'did you mean "mlp"'),
+    ],
+)
+def test_a_mistake_in_the_run_file_is_one_line_and_exit_code_2(
+    tmp_path: Path, overrides: list[str], word: str
+) -> None:
+    settings = [argument for override in overrides for argument in ("--set", override)]
+
+    _refused(_train(_run_file(tmp_path, "stash"), tmp_path / "x", *settings, ranks=2), word)
+
+
+@pytest.mark.parametrize(("text", "word"), [(None, "data.path"), ("too short", "sequence")])
+def test_a_missing_or_short_text_is_one_line_and_exit_code_2(tmp_path: Path, text: str | None, word: str) -> None:
+    if text is not None:
+        (tmp_path / "corpus.txt").write_text(text)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(TEXT.format(path=tmp_path / "corpus.txt"))
+
+    _refused(_train(run_file, tmp_path / "x", ranks=2), word)
+
+
+def _refused(result: Result, word: str) -> None:
+    lines = [line for line in result.stderr.splitlines() if line.startswith("hpcpipe:")]
+    assert result.rc == 2, str(result)
+    assert len(lines) == 1, str(result)
+    assert "run.toml" in lines[0] or "--set" in lines[0], str(result)
+    assert word in lines[0], str(result)

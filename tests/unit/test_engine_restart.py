@@ -11,13 +11,13 @@ import pytest
 
 from hpcpipe.checkpoint.digest import digest
 from hpcpipe.checkpoint.export import export
-from hpcpipe.checkpoint.sets import choose, open_set
+from hpcpipe.checkpoint.sets import choose, find_sets, open_set
 from hpcpipe.config import RunConfig
 from hpcpipe.engine.train import TrainOptions, train
-from hpcpipe.errors import CheckpointError
+from hpcpipe.errors import CheckpointError, NonFiniteError
 from hpcpipe.schedule import Policy, Schedule, cut_at
 from tests.oracle.lone_world import LoneWorld
-from tests.oracle.runs import configured, outcome_of, write_run_file
+from tests.oracle.runs import Outcome, configured, failure_of, outcome_of, write_run_file
 
 NET = {
     "name": "mlp",
@@ -232,7 +232,7 @@ def test_weights_of_another_model_are_refused_in_one_line(tmp_path: Path) -> Non
         _run(_config(tmp_path / "second", **other))
 
 
-def outcome_of_run(config: RunConfig, *, resume: str | None = None):
+def outcome_of_run(config: RunConfig, *, resume: str | None = None) -> Outcome:
     """Train, and what the run ends with."""
     _run(config, resume=resume)
     return outcome_of(Path(config.run.out))
@@ -245,3 +245,14 @@ def test_metrics_of_the_resumed_run_have_every_step_once(tmp_path: Path) -> None
 
     entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries if "loss" in entry] == list(range(1, STEPS + 1))
+
+
+def test_weights_that_are_not_finite_are_never_committed(tmp_path: Path) -> None:
+    # The loss of the first minibatch is finite, the weights after it are not.
+    exploding = {"optimizer": {"name": "sgd", "lr": 1e39, "momentum": 0.9}, "checkpoint": {"every": 1}}
+    config = _config(tmp_path / "run", **{**CASES["stash"], **exploding})
+
+    message = failure_of(config, NonFiniteError)
+
+    assert "no checkpoint is taken" in message
+    assert find_sets(tmp_path / "run" / "checkpoints") == []

@@ -1,0 +1,226 @@
+"""A serial replay of asynchronous pipeline training: the published recurrences and nothing else.
+
+One process, every version of every stage's weights kept for ever, weights swapped by copying them into the
+modules before each pass, torch.optim's own optimizers. Stage k of N is 0..N-1, w = N-1-k; minibatch j. Versions
+count updates.
+
+    stash           F(j), B(j) on version max(0, j-w)                       PipeDream
+    vertical_sync   F(j), B(j) on version max(0, j-(N-1))                   PipeDream
+    none            F(j) on max(0, j-w), B(j) on j
+    spectrain       the versions of `none`, predicted s updates ahead:      SpecTrain, arXiv 1809.02839
+                    Ŵ = W - (sum of the coming s learning rates) · v
+
+Where the pipeline is drained for checkpoints, each stretch between two drains is a run of its own that starts from
+the weights (and the velocity) of the one before: 0 becomes the first minibatch of the stretch.
+
+Its purpose is to be an oracle: it shares no code with hpcpipe.schedule, hpcpipe.optim or the engine's passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpcpipe.config import RunConfig
+from tests.oracle.parts import Parts, Slice, TorchOptimizer, parts_of
+from tests.oracle.runs import Outcome
+from tests.oracle.timeline import simulate, updates_before_return
+
+Named = dict[str, Tensor]
+
+
+class Recurrence:
+    """Which version each pass finds and how far ahead of it it aims. Mutations of it are what tests must notice.
+
+    For minibatches `first` to `last` - 1, from fill to drain.
+    """
+
+    sign = 1.0
+
+    def __init__(self, config: RunConfig, stages: int, first: int, last: int) -> None:
+        self.policy = config.pipeline.policy
+        self.target = config.pipeline.target
+        self.passes = [p._replace(minibatch=first + p.minibatch) for p in simulate(stages, last - first)]
+        self.stages = stages
+        self.first = first
+        self.last = last
+
+    def forward_version(self, stage: int, j: int) -> int:
+        delay = self.stages - 1 if self.policy == "vertical_sync" else self.stages - 1 - stage
+        return max(self.first, j - delay)
+
+    def backward_version(self, stage: int, j: int) -> int:
+        return self.forward_version(stage, j) if self.policy in ("stash", "vertical_sync") else j
+
+    def aim(self, stage: int, j: int) -> int:
+        if self.target != "round_trip":
+            return j
+        return self.first + updates_before_return(self.passes, stage, j)
+
+    def forward_distance(self, stage: int, j: int) -> int:
+        return self.aim(stage, j) - self.forward_version(stage, j) if self.policy == "spectrain" else 0
+
+    def backward_distance(self, stage: int, j: int) -> int:
+        return self.aim(stage, j) - self.backward_version(stage, j) if self.policy == "spectrain" else 0
+
+
+def stretches(config: RunConfig, minibatches: int) -> list[tuple[int, int]]:
+    """[first, last) of each stretch from fill to drain."""
+    length = config.checkpoint.every if config.checkpoint.cut == "drain" else minibatches
+    return [(first, min(first + length, minibatches)) for first in range(0, minibatches, length)]
+
+
+class ReplayStage:
+    """One stage with all versions of its weights. `masters` are what the optimizer sees."""
+
+    def __init__(self, parts: Parts, index: int) -> None:
+        self.net: Slice = parts.slices[index]
+        self.parts = parts
+        config = parts.config
+        state_dtype = torch.float64 if parts.dtype is torch.float64 else torch.float32
+        self.trained = {name: p for name, p in self.net.parameters().items() if p.requires_grad}
+        self.masters = {
+            name: nn.Parameter(p.detach().to(state_dtype, copy=True)) for name, p in self.trained.items()
+        }
+        for layer in self.net.layers:
+            layer.to(parts.dtype)
+        self.optimizer = TorchOptimizer(config, self.masters)
+        self.versions: list[Named] = [self._copy_of_masters()]
+        self.velocities: list[dict[str, Named]] = [self.optimizer.state()]
+        self.flights: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+
+    def _copy_of_masters(self) -> Named:
+        return {name: p.detach().clone() for name, p in self.masters.items()}
+
+    def predicted(self, version: int, distance: int, target: str, sign: float) -> Named:
+        """Weights `distance` updates ahead of `version`, along the velocity of the update that made it."""
+        true = self.versions[version]
+        if distance == 0:
+            return true
+        return {name: self._ahead(name, version, distance, target, sign) for name in true}
+
+    def _ahead(self, name: str, version: int, distance: int, target: str, sign: float) -> Tensor:
+        options = self.parts.config.optimizer
+        rates = [self.optimizer.rate_of(name, self.parts.rate(version + i)) for i in range(distance)]
+        weight = self.versions[version][name]
+        if self.optimizer.adamw:
+            momentum = options.betas[0]
+            decay = math.prod(1.0 - rate * self.optimizer.decays[name] for rate in rates)
+            if decay != 1.0:
+                weight = weight * decay
+        else:
+            momentum = options.momentum
+        if target == "damped":
+            reach = math.fsum(rate * momentum ** (i + 1) for i, rate in enumerate(rates))
+        else:
+            reach = math.fsum(rates)
+        if version == 0:
+            return weight
+        state = {key: tensors[name] for key, tensors in self.velocities[version].items()}
+        if self.optimizer.adamw:
+            second = 1 - options.betas[1] ** version
+            step = state["exp_avg"] / (state["exp_avg_sq"].sqrt() / second**0.5 + options.eps)
+            return torch.sub(weight, step, alpha=sign * reach / (1 - options.betas[0] ** version))
+        return torch.sub(weight, state["momentum_buffer"], alpha=sign * reach)
+
+    def load(self, weights: Named) -> None:
+        """Put `weights` into the modules behind autograd's back, which is what "swapping" has always meant."""
+        for name, parameter in self.trained.items():
+            parameter.data.copy_(weights[name])
+
+    def forward(self, j: int, inputs: Sequence[Tensor], weights: Named) -> tuple[Tensor, ...]:
+        self.load(weights)
+        leaves = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
+        outputs = self.net(j, 0, *(leaf.clone() for leaf in leaves))
+        self.flights[j] = leaves, outputs
+        return outputs
+
+    def backward(
+        self, j: int, gradients: Sequence[Tensor | None] | None, weights: Named, loss: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the stage's inputs; the weights' lie in `.grad` of the modules' parameters."""
+        self.load(weights)
+        leaves, outputs = self.flights.pop(j)
+        for parameter in self.trained.values():
+            parameter.grad = None
+        if loss is not None:
+            loss.backward()
+        else:
+            assert gradients is not None
+            roots = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
+            if roots:
+                torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
+        return tuple(leaf.grad for leaf in leaves)
+
+    def update(self, j: int) -> None:
+        for name, master in self.masters.items():
+            grad = self.trained[name].grad
+            master.grad = None if grad is None else grad.to(master.dtype)
+        if self.parts.config.optimizer.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.masters.values(), self.parts.config.optimizer.clip_norm)
+        self.optimizer.step(self.parts.rate(j))
+        self.versions.append(self._copy_of_masters())
+        self.velocities.append(self.optimizer.state())
+
+
+def replay(config: RunConfig, stages: int, recurrence: type[Recurrence] = Recurrence) -> Outcome:
+    """Train as `config` says on a pipeline of `stages` stages, one pass after another."""
+    parts = parts_of(config, stages)
+    pipeline = [ReplayStage(parts, index) for index in range(stages)]
+    losses: dict[int, Tensor] = {}
+    for first, last in stretches(config, parts.minibatches):
+        _replay_stretch(parts, pipeline, recurrence(config, stages, first, last), losses)
+    return Outcome(
+        weights=_with_frozen(pipeline),
+        buffers={name: b.clone() for stage in pipeline for name, b in stage.net.buffers().items()},
+        state=_joined([stage.velocities[-1] for stage in pipeline]),
+        losses=[float(losses[j].detach()) for j in range(parts.minibatches)],
+    )
+
+
+def _replay_stretch(
+    parts: Parts, pipeline: Sequence[ReplayStage], rules: Recurrence, losses: dict[int, Tensor]
+) -> None:
+    activations: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    gradients: dict[tuple[int, int], tuple[Tensor | None, ...]] = {}
+    for _, k, kind, j in rules.passes:
+        stage = pipeline[k]
+        if kind == "F":
+            version, distance = rules.forward_version(k, j), rules.forward_distance(k, j)
+            weights = stage.predicted(version, distance, rules.target, rules.sign)
+            inputs = parts.inputs(j) if k == 0 else activations.pop((k, j))
+            outputs = stage.forward(j, inputs, weights)
+            if k == len(pipeline) - 1:
+                losses[j] = parts.loss(outputs[0] if len(outputs) == 1 else outputs, parts.data.targets(j))
+            else:
+                activations[k + 1, j] = outputs
+            continue
+        version, distance = rules.backward_version(k, j), rules.backward_distance(k, j)
+        weights = stage.predicted(version, distance, rules.target, rules.sign)
+        if k == len(pipeline) - 1:
+            of_inputs = stage.backward(j, None, weights, losses[j])
+        else:
+            of_inputs = stage.backward(j, gradients.pop((k, j)), weights)
+        if k > 0:
+            gradients[k - 1, j] = of_inputs
+        stage.update(j)
+
+
+def _with_frozen(pipeline: Sequence[ReplayStage]) -> Named:
+    weights: Named = {}
+    for stage in pipeline:
+        weights |= {name: p.detach().clone() for name, p in stage.net.parameters().items()}
+        weights |= stage.versions[-1]
+    return weights
+
+
+def _joined(states: Sequence[dict[str, Named]]) -> dict[str, Named]:
+    joined: dict[str, Named] = {}
+    for state in states:
+        for key, tensors in state.items():
+            if tensors:
+                joined.setdefault(key, {}).update(tensors)
+    return joined
