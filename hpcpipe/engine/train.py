@@ -131,29 +131,27 @@ class _Job:
             threads=self._threads,
             say=self._say,
         )
-        record = self._record(plan, schedule, resume, data)
-        activity = Activity(rank=self._world.rank, origin=self._common_origin(), trace=self._config.run.trace)
-        engine = Engine(
-            schedule=schedule,
-            runners=runners,
-            steering=steering,
-            checkpoints=checkpoints,
-            record=record or NoRecord(),
-            activity=activity,
-            progress=transport.progress,
-            clip_norm=self._config.optimizer.clip_norm,
-            norm_squared=self._sum_over_ranks,
-            stop_on_nonfinite=self._config.optimizer.on_nonfinite == "stop",
-        )
-        for resend in resends:
-            runners[resend.stage].send_activation(resend)
-        trained_from = time.perf_counter()
-        ending = engine.run(rank_actions(schedule, stages, after=self._resume_after(resume)))
-        trained_s = time.perf_counter() - trained_from
-        transport.finish(discard=ending.stopped)
-        committed = checkpoints.finish()
-        if record is not None:
-            record.close()
+        with self._recording(plan, schedule, resume, data) as record:
+            activity = Activity(rank=self._world.rank, origin=self._common_origin(), trace=self._config.run.trace)
+            engine = Engine(
+                schedule=schedule,
+                runners=runners,
+                steering=steering,
+                checkpoints=checkpoints,
+                record=record or NoRecord(),
+                activity=activity,
+                progress=transport.progress,
+                clip_norm=self._config.optimizer.clip_norm,
+                norm_squared=self._sum_over_ranks,
+                stop_on_nonfinite=self._config.optimizer.on_nonfinite == "stop",
+            )
+            for resend in resends:
+                runners[resend.stage].send_activation(resend)
+            trained_from = time.perf_counter()
+            ending = engine.run(rank_actions(schedule, stages, after=self._resume_after(resume)))
+            trained_s = time.perf_counter() - trained_from
+            transport.finish(discard=ending.stopped)
+            committed = checkpoints.finish()
         mine = rank_summary(self._world, self._device, plan, runners, transport, activity, record, trained_s)
         summary = {
             "steps": ending.last_update + 1,
@@ -281,14 +279,16 @@ class _Job:
     def _resume_after(resume: restore.Resume | None) -> int | None:
         return resume.step - 1 if resume is not None and resume.exact else None
 
-    def _record(
+    @contextmanager
+    def _recording(
         self, plan: Plan, schedule: Schedule, resume: restore.Resume | None, data: Dataset
-    ) -> RunRecord | None:
-        """The one writer of metrics: the rank of the last stage."""
+    ) -> Iterator[RunRecord | None]:
+        """The one writer of metrics, on the rank of the last stage; None on the others."""
         if plan.rank_of_stage[-1] != self._world.rank:
-            return None
+            yield None
+            return
         start = 0 if resume is None else resume.step
-        return RunRecord(
+        record = RunRecord(
             MetricsFile(self._directory / "metrics.jsonl", keep_until=start),
             Progress(mode=self._config.run.progress, total=schedule.minibatches, start=start),
             log_every=self._config.run.log_every,
@@ -297,6 +297,10 @@ class _Job:
             rows=data.rows,
             rate=learning_rate(self._config, schedule.minibatches),
         )
+        try:
+            yield record
+        finally:
+            record.close()
 
     # -- while training --
 

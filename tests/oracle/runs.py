@@ -6,9 +6,7 @@ covers the whole way to the disk.
 
 from __future__ import annotations
 
-import gc
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,17 +87,11 @@ def run_alone(config: RunConfig) -> Outcome:
 
 def failure_of(config: RunConfig, kind: type[Exception]) -> str:
     """What a run says that ends with an exception of this kind."""
-    with warnings.catch_warnings():
-        # A job that fails is aborted, so the engine leaves it to the end of the process to close its files.
-        warnings.simplefilter("ignore", ResourceWarning)
-        try:
-            train(LoneWorld(), TrainOptions(run_file=str(write_run_file(config))))
-        except kind as error:
-            message = str(error)
-        else:
-            raise AssertionError(f"the run ended without {kind.__name__}")
-        gc.collect()
-    return message
+    try:
+        train(LoneWorld(), TrainOptions(run_file=str(write_run_file(config))))
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"the run ended without {kind.__name__}")
 
 
 def outcome_of(directory: Path) -> Outcome:

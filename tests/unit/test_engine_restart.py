@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.nn import functional
 
 from hpcpipe.checkpoint.digest import digest
 from hpcpipe.checkpoint.export import export
@@ -247,9 +249,17 @@ def test_metrics_of_the_resumed_run_have_every_step_once(tmp_path: Path) -> None
     assert [entry["step"] for entry in entries if "loss" in entry] == list(range(1, STEPS + 1))
 
 
+def huge_loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Finite, but its gradient is too much for any step."""
+    return functional.cross_entropy(output, targets) * 1e37
+
+
 def test_weights_that_are_not_finite_are_never_committed(tmp_path: Path) -> None:
-    # The loss of the first minibatch is finite, the weights after it are not.
-    exploding = {"optimizer": {"name": "sgd", "lr": 1e39, "momentum": 0.9}, "checkpoint": {"every": 1}}
+    exploding = {
+        "loss": {"name": f"{__name__}:huge_loss"},
+        "optimizer": {"name": "sgd", "lr": 1e4, "momentum": 0.9},
+        "checkpoint": {"every": 1},
+    }
     config = _config(tmp_path / "run", **{**CASES["stash"], **exploding})
 
     message = failure_of(config, NonFiniteError)
