@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs every check: lint, format, types, tests. Arguments go to pytest.
+#
+#   bash tools/test.sh                  all of it
+#   bash tools/test.sh tests/unit -x    lint and types, then only these tests
+#
+# A test whose component is missing is skipped with the reason shown; with CI=true that is a failure, but for tests
+# of a GPU on a machine without one.
+set -uo pipefail
+# shellcheck source=tools/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+set_up dev examples
+cd "$root" || exit
+
+failed=()
+check() {
+    say "$*"
+    "$python" -m "$@" || failed+=("$1")
+}
+check ruff check
+check ruff format --check
+check mypy --strict hpcpipe
+check pytest --durations=15 --durations-min=2 "$@"
+
+if ((${#failed[@]})); then
+    die "failed: ${failed[*]}"
+fi
+say "all checks passed"
