@@ -84,8 +84,13 @@ class Checkpoints:
         return self.copy_seconds + self._writer.seconds
 
     def optimal_interval(self, between_failures_s: float) -> float | None:
-        """Seconds between checkpoints after Young and Daly, from the measured cost; None before the first."""
-        return young_daly(self.write_seconds, between_failures_s) if self._writer.seconds else None
+        """Seconds between checkpoints after Young and Daly, from the measured cost of the last one.
+
+        0 before the first, which is due at once because it tells what one costs; None while that is being written.
+        """
+        if self._writer.seconds:
+            return young_daly(self.write_seconds, between_failures_s)
+        return None if self._writer.busy or self._gathering else 0.0
 
     def take(self, runner: StageRunner) -> bool:
         """Copy the state of a stage that has just passed a cut; True when it was the rank's last stage to do so.

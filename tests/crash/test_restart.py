@@ -192,6 +192,25 @@ def test_a_request_to_stop_ends_all_ranks_with_75_and_a_checkpoint_that_continue
     assert _digest(out) == _digest(tmp_path / "whole")
 
 
+def test_sigterm_to_one_rank_is_a_request_to_stop_as_well(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_file = _run_file(tmp_path, "stash")
+    process = subprocess.Popen(
+        mpirun(HPCPIPE, 2, "train", str(run_file), "--out", str(out), "--set", "run.epochs=400"),
+        env=rank_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _wait_for_steps(out, 10)
+        os.kill(next(pid for pid in descendants(process.pid) if _is_rank(pid)), signal.SIGTERM)
+        assert process.wait(timeout=TIME_LIMIT_S) == 75
+    finally:
+        kill_tree(process.pid)
+    assert choose(out, deep=True)[0].step >= 10
+
+
 def test_a_fresh_start_does_not_bury_earlier_checkpoints(tmp_path: Path) -> None:
     run_file = _run_file(tmp_path, "stash")
     assert _train(run_file, tmp_path / "run", "--set", "run.max_steps=5", ranks=1).rc == 0

@@ -249,6 +249,20 @@ def test_metrics_of_the_resumed_run_have_every_step_once(tmp_path: Path) -> None
     assert [entry["step"] for entry in entries if "loss" in entry] == list(range(1, STEPS + 1))
 
 
+def test_auto_takes_a_first_checkpoint_at_once_and_then_one_per_measured_interval(tmp_path: Path) -> None:
+    failing_often = {"auto": True, "mtbf_hours": 1e-9, "keep_last": 99}
+    _run(_config(tmp_path / "often", **{**CASES["spectrain"], "checkpoint": failing_often}))
+    failing_seldom = {"auto": True, "mtbf_hours": 1e6, "keep_last": 99}
+    _run(_config(tmp_path / "seldom", **{**CASES["spectrain"], "checkpoint": failing_seldom}))
+
+    steps = {
+        name: sorted(info.step for info in find_sets(tmp_path / name / "checkpoints"))
+        for name in ("often", "seldom")
+    }
+    assert steps["seldom"] == [1, STEPS]
+    assert len(steps["often"]) > 3
+
+
 def huge_loss(output: Tensor, targets: Tensor) -> Tensor:
     """Finite, but its gradient is too much for any step."""
     return functional.cross_entropy(output, targets) * 1e37
