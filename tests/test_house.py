@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from hpcpipe.cli.main import hpcpipe as command_line
 
@@ -293,3 +294,9 @@ def test_the_configuration_reference_is_up_to_date() -> None:
     )
 
     assert shown.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def test_the_drawing_in_the_documents_is_what_the_command_draws() -> None:
+    shown = CliRunner(env={"COLUMNS": "100"}).invoke(command_line, ["schedule", "show", "--minibatches", "8"])
+
+    assert f"```text\n{shown.output}```" in (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
