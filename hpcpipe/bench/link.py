@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
 
-from hpcpipe.errors import LauncherError
+from hpcpipe.errors import LauncherError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +182,9 @@ def _run(world: World, as_json: bool, device_name: str, setting: str) -> int:
         device_name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device("cpu")
     if device_name == "cuda":
+        with world.together("choosing the device"):
+            if not torch.cuda.is_available():
+                raise UserError("--device cuda: torch sees no GPU on this host; see `hpcpipe doctor`")
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     awareness = detect(setting, world.library, memory_kinds=world.memory_kinds)

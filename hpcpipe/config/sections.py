@@ -165,7 +165,7 @@ class CheckpointConfig(Section):
     keep_last: Count = 2
     """Keep this many newest checkpoints."""
     keep_every: Whole = 0
-    """Also keep each checkpoint whose step is a multiple of this; 0 is none."""
+    """Also keep the first checkpoint at or past each multiple of this many minibatches; 0 is none."""
     cut: Literal["inflight", "drain"] = "inflight"
     """Store the minibatches in flight, or drain the pipeline first (needs less memory, costs time)."""
 

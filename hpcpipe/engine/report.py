@@ -49,7 +49,7 @@ def announce(
     aim = f", target {schedule.target.value}" if schedule.predicts else ""
     say(
         f"hpcpipe {hpcpipe.__version__}: {schedule.minibatches} minibatches, schedule {schedule.name}{policy}"
-        f"{aim}, {schedule.stages} stages on {world.size} ranks, {threads} threads each"
+        f"{aim}, {schedule.stages} stages on {world.size} ranks, {threads} thread{'s' if threads > 1 else ''} each"
     )
     for line in describe(plan, schedule):
         say(line)

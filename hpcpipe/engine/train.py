@@ -76,7 +76,8 @@ class _Job:
         self._options = options
         self._directory = Path(config.run.out)
         self._began = time.perf_counter()
-        self._device = choose_device(config, world)
+        with world.together("choosing the device"), _naming(options.run_file):
+            self._device = choose_device(config, world)
         self._threads = set_threads(config, world)
         self._waiter = Waiter(
             rank=world.rank,
