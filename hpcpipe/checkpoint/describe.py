@@ -33,8 +33,8 @@ class Stage:
     nbytes: int = 0
 
     def staleness(self, step: int) -> int:
-        """Updates between the oldest live version and the newest (`step`)."""
-        return max((step - version for version in self.versions), default=0)
+        """Updates between the newest weights (`step`) and the oldest that a minibatch in flight or to come uses."""
+        return max((len(self.inflight), *(step - version for version in self.versions)))
 
 
 def describe(checkpoint: CheckpointSet) -> tuple[list[Layer], list[Stage]]:

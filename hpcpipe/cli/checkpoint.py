@@ -95,7 +95,9 @@ def show(where: Path, with_digest: bool, as_json: bool) -> None:
     )
     for key, value in chosen.meta.items():
         text = value if isinstance(value, str) else json.dumps(value)
-        click.echo(f"  {key}: {text if len(text) <= 160 else text[:160] + ' …'}")
+        if len(text) > 160 or "\n" in text:
+            text = f"{' '.join(text.split())[:100]} … (whole with --json)"
+        click.echo(f"  {key}: {text}")
     for layer in layers:
         click.echo(f"layer {layer.name}: rank {layer.rank}, {layer.parameters} parameters, {_size(layer.nbytes)}")
     for stage in stages:

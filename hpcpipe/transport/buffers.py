@@ -12,6 +12,7 @@ strategies never call MPI.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -137,7 +138,7 @@ class HostMemory:
         return None
 
 
-class _DeviceMemory:
+class _DeviceMemory(ABC):
     """What both device strategies do: outgoing tensors are copied to a buffer that MPI can read."""
 
     def __init__(self, api: DeviceApi) -> None:
@@ -163,8 +164,9 @@ class _DeviceMemory:
     def fence(self) -> Event | None:
         return self._api.record()
 
+    @abstractmethod
     def _outgoing(self, nbytes: int) -> _Block:
-        raise NotImplementedError
+        """New memory that MPI can read."""
 
 
 class AwareMemory(_DeviceMemory):
