@@ -33,7 +33,7 @@ class Stage:
     nbytes: int = 0
 
     def staleness(self, step: int) -> int:
-        """Updates between the newest weights (`step`) and the oldest that a minibatch in flight or to come uses."""
+        """Updates between the newest weights (`step`) and the oldest that minibatches in flight or to come use."""
         return max((len(self.inflight), *(step - version for version in self.versions)))
 
 
