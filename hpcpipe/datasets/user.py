@@ -18,8 +18,8 @@ from hpcpipe.datasets.order import Index
 from hpcpipe.datasets.protocol import DataDescription, Dataset
 from hpcpipe.datasets.rows import Minibatches
 from hpcpipe.errors import DataError
-from hpcpipe.models.imports import call_builder
-from hpcpipe.models.layers import seeded
+from hpcpipe.seeding import seeded
+from hpcpipe.user_code import call_builder
 
 _ACCEPTED = "a map-style data set of (inputs..., target) rows, a pair of them (training, evaluation), or a Dataset"
 _MAP_STYLE = ("__len__", "__getitem__")

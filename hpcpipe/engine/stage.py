@@ -7,7 +7,6 @@ share the layers and a repeated forward draws the same numbers again. Knows noth
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,25 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpipe.errors import ModelError
-
-_MASK = (1 << 64) - 1
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's finaliser: neighbouring minibatches get unrelated seeds (Steele et al., OOPSLA 2014)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def layer_key(seed: int, layer: str) -> int:
-    """64 bits that stand for a layer in a run."""
-    return int.from_bytes(hashlib.sha256(f"{seed}\0{layer}".encode()).digest()[:8], "little")
-
-
-def pass_seed(key: int, minibatch: int, microbatch: int) -> int:
-    """Seed of one layer's random numbers in one pass; `key` from `layer_key`. Non-negative, below 2^63."""
-    return _mix(_mix(key ^ minibatch) + microbatch & _MASK) >> 1
+from hpcpipe.seeding import layer_key, pass_seed
 
 
 class Stage(nn.Module):

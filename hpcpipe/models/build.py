@@ -17,11 +17,12 @@ from hpcpipe.config.sections import PipelineConfig
 from hpcpipe.datasets.protocol import DataDescription
 from hpcpipe.errors import ModelError
 from hpcpipe.models.gpt import gpt_layers
-from hpcpipe.models.imports import call_builder
-from hpcpipe.models.layers import LayerSpec, check_names, seeded
+from hpcpipe.models.layers import LayerSpec, check_names
 from hpcpipe.models.mlp import mlp_layers
 from hpcpipe.models.split import split, split_counts
 from hpcpipe.models.vgg import vgg_layers
+from hpcpipe.seeding import seeded
+from hpcpipe.user_code import call_builder
 
 
 def build_layers(model: ModelConfig, seed: int, data: DataDescription | None = None) -> list[LayerSpec]:

@@ -1,6 +1,6 @@
 """Named layers that are built only where they are needed, each with weights decided by (seed, layer name) alone.
 
-It owns the seeding and what can be told about a model without running it: parameter counts, storage shared by
+It owns what can be told about a model without running it: parameter counts, storage shared by
 layers, a fingerprint. It never keeps a layer.
 """
 
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
 from hpcpipe.errors import ModelError
+from hpcpipe.seeding import seeded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,29 +45,6 @@ class Inspection:
     """(earlier layer, later layer, name in the later one) for storage that both hold."""
     fingerprint: str
     """Hash of layer names and of the names, shapes and dtypes of parameters and buffers."""
-
-
-def stable_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that is the same in every process and for ever (Python's `hash` is neither)."""
-    digest = hashlib.sha256(json.dumps(parts).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-@contextmanager
-def seeded(*parts: int | str) -> Iterator[None]:
-    """Seed the CPU generators of torch, NumPy and Python from `parts`, and restore them all afterwards."""
-    seed = stable_seed(*parts)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    # Not torch.manual_seed, which would seed the generators of all GPUs as well and leave them so.
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def draw(weight: torch.Tensor, std: float) -> None:

@@ -19,7 +19,7 @@ from hpcpipe.config.model import GptModel, ModelConfig, UserModel
 from hpcpipe.config.sections import LOSSES, LossConfig
 from hpcpipe.datasets.protocol import DataDescription
 from hpcpipe.errors import ModelError
-from hpcpipe.models.imports import import_object
+from hpcpipe.user_code import import_object
 
 Output = Tensor | tuple[Tensor, ...]
 """What the last layer returns."""

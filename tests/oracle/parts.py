@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from hpcpipe.config import AdamwConfig, RunConfig, group_of
 from hpcpipe.datasets.build import build_dataset
 from hpcpipe.datasets.protocol import Dataset
-from hpcpipe.engine.stage import layer_key, pass_seed
 from hpcpipe.models.build import build_layers, split_layers
 from hpcpipe.models.layers import inspect_layers, make_layers
 from hpcpipe.models.loss import Loss, make_loss
+from hpcpipe.seeding import layer_key, pass_seed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

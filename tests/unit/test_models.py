@@ -20,10 +20,9 @@ from hpcpipe.models.layers import (
     fingerprint,
     inspect_layers,
     make_layers,
-    seeded,
     shared_parameters,
-    stable_seed,
 )
+from hpcpipe.seeding import seeded, stable_seed
 
 ROWS_OF_64 = DataDescription(input_shape=(64,), classes=10)
 IMAGES = DataDescription(input_shape=(3, 32, 32), classes=10)
