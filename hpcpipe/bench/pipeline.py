@@ -97,6 +97,7 @@ def _run(
 
 
 def prepare(world: World, run_file: str, overrides: Sequence[str]) -> tuple[RunConfig, Dataset]:
+    """The run file and its data; torch computes with the threads that the file says, else with one."""
     import torch
 
     from hpcpipe.config import load_run
@@ -121,12 +122,9 @@ def side(
     """This rank's part of the pipeline over all ranks; with `alone` the whole model, and no other rank."""
     import torch
 
-    from hpcpipe.engine.assemble import build_runners, connect
+    from hpcpipe.engine.assemble import build_runners, connect, lay_out
     from hpcpipe.engine.loop import Engine, NoCheckpoints, NoRecord
-    from hpcpipe.engine.plan import make_plan, make_schedule
     from hpcpipe.engine.steering import Steering
-    from hpcpipe.models.build import build_layers
-    from hpcpipe.models.layers import inspect_layers
     from hpcpipe.observe.activity import Activity
     from hpcpipe.schedule import rank_actions
     from hpcpipe.transport.transport import Transport
@@ -135,9 +133,7 @@ def side(
     if alone:
         whole = config.pipeline.model_copy(update={"balance": "parameters", "stages": None})
         config = config.model_copy(update={"pipeline": whole})
-    specs = build_layers(config.model, config.run.seed, data.describe())
-    plan = make_plan(config, specs, inspect_layers(specs, config.run.seed), size)
-    schedule = make_schedule(config, data, stages=plan.stages)
+    specs, plan, schedule = lay_out(config, data, size)
     stages = plan.stages_of(0 if alone else world.rank)
     device = torch.device("cpu")
     steering = steering or Steering(every=0, last=schedule.minibatches)
@@ -159,10 +155,7 @@ def side(
         cuda_aware=False,
         chunk_bytes=config.transport.chunk_bytes,
     )
-    connect(runners, transport, plan=plan, ranks=size, schedule=schedule, data=data, rows=config.data.batch)
-    if config.transport.progress == "layers":
-        for runner in runners.values():
-            runner.stage.between = transport.progress
+    connect(config, runners, transport, plan=plan, schedule=schedule, data=data)
     engine = Engine(
         schedule=schedule,
         runners=runners,

@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hpcpipe.config import AdamwConfig, RunConfig, SgdConfig, group_of
+from hpcpipe.config import AdamwConfig, RunConfig, SgdConfig, check_groups, group_of
 from hpcpipe.datasets.protocol import DataDescription, Dataset
 from hpcpipe.engine.horizon import Horizon
 from hpcpipe.engine.objective import Objective
-from hpcpipe.engine.plan import Plan
+from hpcpipe.engine.plan import Plan, make_plan, make_schedule
 from hpcpipe.engine.runner import Channels, StageRunner
 from hpcpipe.engine.stage import Stage
 from hpcpipe.engine.steering import Steering
 from hpcpipe.engine.weights import WeightStore
 from hpcpipe.errors import ModelError
-from hpcpipe.models.layers import LayerSpec, make_layers
+from hpcpipe.models.build import build_layers
+from hpcpipe.models.layers import LayerSpec, inspect_layers, make_layers
 from hpcpipe.models.loss import make_loss, make_metrics
 from hpcpipe.optim.flat import FlatLayout
 from hpcpipe.optim.rules import AdamOptions, RuleOptions, SgdOptions, make_rule
@@ -67,6 +68,18 @@ def rule_options(optimizer: SgdConfig | AdamwConfig) -> RuleOptions:
     ]
 
 
+def lay_out(config: RunConfig, data: Dataset, ranks: int) -> tuple[list[LayerSpec], Plan, Schedule]:
+    """The model's layers, their split over `ranks` ranks, and the schedule of the run.
+
+    Raises ConfigError or ModelError for what cannot be built, split or scheduled.
+    """
+    specs = build_layers(config.model, config.run.seed, data.describe())
+    inspection = inspect_layers(specs, config.run.seed)
+    check_groups(inspection.parameter_names, config.optimizer.groups)
+    plan = make_plan(config, specs, inspection, ranks)
+    return specs, plan, make_schedule(config, data, stages=plan.stages)
+
+
 def build_runners(
     config: RunConfig,
     *,
@@ -112,20 +125,24 @@ def build_runners(
 
 
 def connect(
+    config: RunConfig,
     runners: Mapping[int, StageRunner],
     transport: Transport,
     *,
     plan: Plan,
-    ranks: int,
     schedule: Schedule,
     data: Dataset,
-    rows: int,
 ) -> None:
-    """Make the channels between stages; `rows` is the size of a full minibatch."""
-    depths = ring_depths(schedule, [plan.stages_of(rank) for rank in range(ranks)])
+    """Make the channels between stages, and have messages looked after between layers if [transport] says so."""
+    if config.transport.progress == "layers":
+        for runner in runners.values():
+            runner.stage.between = transport.progress
+    depths = ring_depths(schedule, [plan.stages_of(rank) for rank in range(plan.ranks)])
+    # Only the last minibatch of an epoch is short.
+    full_pass = -(-data.rows(0) // schedule.microbatches)
     full_rows = {
-        Kind.ACTIVATION: -(-rows // schedule.microbatches),
-        Kind.GRADIENT: -(-rows // schedule.microbatches),
+        Kind.ACTIVATION: full_pass,
+        Kind.GRADIENT: full_pass,
         Kind.EVALUATION: data.eval_rows(0) if data.eval_batches else None,
     }
 

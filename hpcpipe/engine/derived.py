@@ -40,7 +40,19 @@ def _storages(tree: Any) -> set[int]:
     return {_storage(t) for t in tree_leaves(tree) if isinstance(t, Tensor)} - {0}
 
 
-class ForwardReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that never meets torch's compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would load its compiler, seconds of imports, to keep it away from this mode.
+        return False
+
+
+class ForwardReads(_Watch):  # type: ignore[no-untyped-call]
     """Notices a backward pass that reads the forward's weights although it should use others.
 
     An autograd.Function that keeps a weight on its context, instead of saving it for the backward, does so behind
@@ -48,13 +60,9 @@ class ForwardReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, weights: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.op: str | None = None
         self._weights = weights
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,7 +72,7 @@ class ForwardReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DerivedTensors(_Watch):  # type: ignore[no-untyped-call]
     """Follows tensors through one forward pass by their storage.
 
     A tensor is `derived` if it was computed from weights (or derived tensors) and constants, and `incoming` if a
@@ -74,7 +82,7 @@ class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, weights: int, inputs: Iterable[Tensor], layer: Callable[[], str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: list[Derived] = []
         self._layer = layer
         self._weights = weights
@@ -83,11 +91,6 @@ class DerivedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._derived: dict[int, Derived] = {}
         # Holding every tensor keeps the allocator from giving a storage to two tensors during the pass.
         self._alive: list[Tensor] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would load its compiler, seconds of imports, to keep it away from this mode.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

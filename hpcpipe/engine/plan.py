@@ -35,6 +35,11 @@ class Plan:
         """Number of stages."""
         return len(self.bounds)
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks; each owns a stage."""
+        return self.rank_of_stage[-1] + 1
+
     def layers_of(self, stage: int) -> tuple[str, ...]:
         """Names of the layers of `stage`."""
         first, last = self.bounds[stage]
@@ -75,8 +80,8 @@ def make_plan(config: RunConfig, specs: Sequence[LayerSpec], inspection: Inspect
     )
 
 
-def make_schedule(config: RunConfig, data: Dataset, *, stages: int, first: int = 0) -> Schedule:
-    """The schedule of a run that fills its pipeline at minibatch `first`.
+def make_schedule(config: RunConfig, data: Dataset, *, stages: int) -> Schedule:
+    """The schedule of a run from its first minibatch to its last.
 
     Raises ConfigError for a run without a minibatch, or with minibatches too small for their microbatches.
     """
@@ -104,7 +109,6 @@ def make_schedule(config: RunConfig, data: Dataset, *, stages: int, first: int =
         name=pipeline.schedule,
         stages=stages,
         minibatches=minibatches,
-        first=min(first, minibatches),
         microbatches=pipeline.microbatches,
         policy=Policy(pipeline.policy),
         target=Target(pipeline.target),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -112,6 +113,9 @@ class StageRunner:
         self.next_update = schedule.first
         self._microbatches = schedule.microbatches
         self._data = data
+        # The microbatches of a minibatch come one after another and are parts of the same tensors.
+        self._inputs = lru_cache(maxsize=1)(lambda minibatch: self._to_device(data.inputs(minibatch)))
+        self._targets = lru_cache(maxsize=1)(lambda minibatch: data.targets(minibatch).to(device))
         self._objective = objective
         self._steering = steering
         self.device = device
@@ -189,8 +193,8 @@ class StageRunner:
         key = (action.minibatch, action.microbatch)
         if self.is_first:
             self._steering.decide(action.minibatch)
-            inputs = self._to_device(self._data.inputs(action.minibatch))
-            self.run_forward(action, tuple(self._part(t, action.microbatch) for t in inputs), None)
+            inputs = tuple(self._part(t, action.microbatch) for t in self._inputs(action.minibatch))
+            self.run_forward(action, inputs, None)
         else:
             message = self._arrived.pop(key)
             self.run_forward(action, _leaves(message), message)
@@ -305,7 +309,7 @@ class StageRunner:
 
     def _loss(self, action: Action, outputs: tuple[Tensor, ...]) -> Tensor:
         """Mean loss of this pass, scaled to its share of the minibatch."""
-        whole = self._data.targets(action.minibatch).to(self.device)
+        whole = self._targets(action.minibatch)
         targets = self._part(whole, action.microbatch)
         loss = self._objective.loss(outputs, targets)
         count = self._objective.count(targets)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,22 +17,21 @@ import numpy as np
 import torch
 
 import hpcpipe
-from hpcpipe.config import RunConfig, check_groups, load_run, parse_run
+from hpcpipe.config import RunConfig, load_run, parse_run
 from hpcpipe.datasets.build import build_dataset
 from hpcpipe.datasets.protocol import Dataset
 from hpcpipe.engine import restore
-from hpcpipe.engine.assemble import build_runners, connect, learning_rate
+from hpcpipe.engine.assemble import build_runners, connect, lay_out, learning_rate
 from hpcpipe.engine.checkpoints import Checkpoints
 from hpcpipe.engine.loop import Ending, Engine, NoRecord
-from hpcpipe.engine.plan import Plan, make_plan, make_schedule
+from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.report import announce, rank_summary, summarise
 from hpcpipe.engine.resources import choose_device, set_threads
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.signals import on_signals, stop_file
 from hpcpipe.engine.steering import Steering
 from hpcpipe.errors import EXIT_DONE, EXIT_REQUEUE, HpcpipeError, UserError
-from hpcpipe.models.build import build_layers
-from hpcpipe.models.layers import LayerSpec, inspect_layers
+from hpcpipe.models.layers import LayerSpec
 from hpcpipe.observe.activity import Activity
 from hpcpipe.observe.metrics import MetricsFile
 from hpcpipe.observe.progress import Progress, say
@@ -109,17 +108,7 @@ class _Job:
                 device=self._device,
             )
             notes += build_notes
-            for runner in runners.values():
-                runner.stage.between = self._progress_between_layers(transport)
-        connect(
-            runners,
-            transport,
-            plan=plan,
-            ranks=self._world.size,
-            schedule=schedule,
-            data=data,
-            rows=data.rows(0),
-        )
+        connect(self._config, runners, transport, plan=plan, schedule=schedule, data=data)
         with self._world.together("loading the weights"):
             resends = self._load(runners, resume, schedule)
         announce(
@@ -173,11 +162,7 @@ class _Job:
         config = self._config
         with self._world.together("preparing data and model"), _naming(self._options.run_file):
             data = build_dataset(config.data, config.run.seed)
-            specs = build_layers(config.model, config.run.seed, data.describe())
-            inspection = inspect_layers(specs, config.run.seed)
-            check_groups(inspection.parameter_names, config.optimizer.groups)
-            plan = make_plan(config, specs, inspection, self._world.size)
-            schedule = make_schedule(config, data, stages=plan.stages)
+            specs, plan, schedule = lay_out(config, data, self._world.size)
         return data, specs, plan, schedule
 
     def _choose_start(self, plan: Plan, schedule: Schedule) -> restore.Resume | None:
@@ -217,9 +202,6 @@ class _Job:
             chunk_bytes=settings.chunk_bytes,
         )
         return transport, notes
-
-    def _progress_between_layers(self, transport: Transport) -> Callable[[], None]:
-        return transport.progress if self._config.transport.progress == "layers" else lambda: None
 
     def _checkpointing(self, plan: Plan, schedule: Schedule, stages: int) -> tuple[Steering, Checkpoints]:
         settings = self._config.checkpoint
