@@ -10,6 +10,11 @@ count updates.
     spectrain       the versions of `none`, predicted s updates ahead:      SpecTrain, arXiv 1809.02839
                     Ŵ = W - (sum of the coming s learning rates) · v
 
+Where stages have replicas, r_k of stage k and R in all, they take the minibatches in turn and update once per
+round of r_k, with the mean of its gradients (1F1B-RR): j becomes the round m = ⌊j/r_k⌋, w becomes
+⌊(R-1-Σ_{i<k} r_i)/r_k⌋, and the bound of vertical_sync is what stage 0's version holds. An update's learning
+rate is that of its last minibatch.
+
 Where the pipeline is drained for checkpoints, each stretch between two drains is a run of its own that starts from
 the weights (and the velocity) of the one before: 0 becomes the first minibatch of the stretch.
 
@@ -27,7 +32,7 @@ from torch import Tensor, nn
 from hpcpipe.config import RunConfig
 from tests.oracle.parts import Parts, Slice, TorchOptimizer, parts_of
 from tests.oracle.runs import Outcome
-from tests.oracle.timeline import simulate, updates_before_return
+from tests.oracle.timeline import simulate, updates_before_return, warm_up
 
 Named = dict[str, Tensor]
 
@@ -35,30 +40,48 @@ Named = dict[str, Tensor]
 class Recurrence:
     """Which version each pass finds and how far ahead of it it aims. Mutations of it are what tests must notice.
 
-    For minibatches `first` to `last` - 1, from fill to drain.
+    For minibatches `first` to `last` - 1, from fill to drain; `made` updates of each stage came before.
     """
 
     sign = 1.0
 
-    def __init__(self, config: RunConfig, stages: int, first: int, last: int) -> None:
+    def __init__(
+        self, config: RunConfig, replicas: Sequence[int], first: int, last: int, made: Sequence[int]
+    ) -> None:
         self.policy = config.pipeline.policy
         self.target = config.pipeline.target
-        self.passes = [p._replace(minibatch=first + p.minibatch) for p in simulate(stages, last - first)]
-        self.stages = stages
+        self.replicas = replicas
+        self._ticks = simulate(replicas, last - first)
+        self.passes = [p._replace(minibatch=first + p.minibatch) for p in self._ticks]
+        self.stages = len(replicas)
         self.first = first
         self.last = last
+        self.made = made
+
+    def round(self, stage: int, j: int) -> int:
+        """The round of the stretch that `j` belongs to."""
+        return (j - self.first) // self.replicas[stage]
+
+    def minibatches_of(self, stage: int, turn: int) -> range:
+        """The minibatches of a round."""
+        start = self.first + turn * self.replicas[stage]
+        return range(start, min(start + self.replicas[stage], self.last))
 
     def forward_version(self, stage: int, j: int) -> int:
-        delay = self.stages - 1 if self.policy == "vertical_sync" else self.stages - 1 - stage
-        return max(self.first, j - delay)
+        if self.policy != "vertical_sync":
+            return self.made[stage] + max(0, self.round(stage, j) - warm_up(stage, self.replicas))
+        bound = self.replicas[0] * max(0, self.round(0, j) - warm_up(0, self.replicas))
+        return self.made[stage] + bound // self.replicas[stage]
 
     def backward_version(self, stage: int, j: int) -> int:
-        return self.forward_version(stage, j) if self.policy in ("stash", "vertical_sync") else j
+        if self.policy in ("stash", "vertical_sync"):
+            return self.forward_version(stage, j)
+        return self.made[stage] + self.round(stage, j)
 
     def aim(self, stage: int, j: int) -> int:
         if self.target != "round_trip":
-            return j
-        return self.first + updates_before_return(self.passes, stage, j)
+            return self.made[stage] + self.round(stage, j)
+        return self.made[stage] + updates_before_return(self._ticks, stage, j - self.first, self.replicas)
 
     def forward_distance(self, stage: int, j: int) -> int:
         return self.aim(stage, j) - self.forward_version(stage, j) if self.policy == "spectrain" else 0
@@ -74,11 +97,15 @@ def stretches(config: RunConfig, minibatches: int) -> list[tuple[int, int]]:
 
 
 class ReplayStage:
-    """One stage with all versions of its weights. `masters` are what the optimizer sees."""
+    """One stage with all versions of its weights. `masters` are what the optimizer sees.
 
-    def __init__(self, parts: Parts, index: int) -> None:
+    `labels` are the minibatches whose learning rate each update of the run takes.
+    """
+
+    def __init__(self, parts: Parts, index: int, replicas: int, labels: Sequence[int]) -> None:
         self.net: Slice = parts.slices[index]
         self.parts = parts
+        self.labels = labels
         config = parts.config
         state_dtype = torch.float64 if parts.dtype is torch.float64 else torch.float32
         self.trained = {name: p for name, p in self.net.parameters().items() if p.requires_grad}
@@ -91,6 +118,8 @@ class ReplayStage:
         self.versions: list[Named] = [self._copy_of_masters()]
         self.velocities: list[dict[str, Named]] = [self.optimizer.state()]
         self.flights: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self.gradients: dict[int, dict[str, Tensor | None]] = {}
+        self.buffers = [{name: b.clone() for name, b in self.net.buffers().items()} for _ in range(replicas)]
 
     def _copy_of_masters(self) -> Named:
         return {name: p.detach().clone() for name, p in self.masters.items()}
@@ -104,7 +133,8 @@ class ReplayStage:
 
     def _ahead(self, name: str, version: int, distance: int, target: str, sign: float) -> Tensor:
         options = self.parts.config.optimizer
-        rates = [self.optimizer.rate_of(name, self.parts.rate(version + i)) for i in range(distance)]
+        coming = self.labels[version : version + distance]
+        rates = [self.optimizer.rate_of(name, self.parts.rate(label)) for label in coming]
         weight = self.versions[version][name]
         if self.optimizer.adamw:
             momentum = options.betas[0]
@@ -131,17 +161,21 @@ class ReplayStage:
         for name, parameter in self.trained.items():
             parameter.data.copy_(weights[name])
 
-    def forward(self, j: int, inputs: Sequence[Tensor], weights: Named) -> tuple[Tensor, ...]:
+    def forward(self, j: int, inputs: Sequence[Tensor], weights: Named, replica: int) -> tuple[Tensor, ...]:
         self.load(weights)
+        live = self.net.buffers()
+        for name, buffer in live.items():
+            buffer.data.copy_(self.buffers[replica][name])
         leaves = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
         outputs = self.net(j, 0, *(leaf.clone() for leaf in leaves))
+        self.buffers[replica] = {name: buffer.clone() for name, buffer in live.items()}
         self.flights[j] = leaves, outputs
         return outputs
 
     def backward(
         self, j: int, gradients: Sequence[Tensor | None] | None, weights: Named, loss: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the stage's inputs; the weights' lie in `.grad` of the modules' parameters."""
+        """Gradients of the stage's inputs; the weights' are kept until the round's update."""
         self.load(weights)
         leaves, outputs = self.flights.pop(j)
         for parameter in self.trained.values():
@@ -153,32 +187,57 @@ class ReplayStage:
             roots = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad and g is not None]
             if roots:
                 torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
+        self.gradients[j] = {name: p.grad for name, p in self.trained.items()}
         return tuple(leaf.grad for leaf in leaves)
 
-    def update(self, j: int) -> None:
+    def update(self, minibatches: range) -> None:
+        """The update of a round, with the mean of its gradients."""
         for name, master in self.masters.items():
-            grad = self.trained[name].grad
-            master.grad = None if grad is None else grad.to(master.dtype)
+            found = [g for j in minibatches if (g := self.gradients[j][name]) is not None]
+            total = None
+            for gradient in found:
+                total = gradient.to(master.dtype) if total is None else total + gradient.to(master.dtype)
+            master.grad = None if total is None else total * (1.0 / len(minibatches))
+        for j in minibatches:
+            del self.gradients[j]
         if self.parts.config.optimizer.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.masters.values(), self.parts.config.optimizer.clip_norm)
-        self.optimizer.step(self.parts.rate(j))
+        self.optimizer.step(self.parts.rate(minibatches[-1]))
         self.versions.append(self._copy_of_masters())
         self.velocities.append(self.optimizer.state())
 
+    def mean_buffers(self) -> Named:
+        """Of the replicas: the mean of what is floating, the first one's of the rest."""
+        return {
+            name: torch.stack([own[name].double() for own in self.buffers]).mean(0).to(buffer.dtype)
+            if buffer.is_floating_point() and len(self.buffers) > 1
+            else buffer
+            for name, buffer in self.buffers[0].items()
+        }
 
-def replay(config: RunConfig, stages: int, recurrence: type[Recurrence] = Recurrence) -> Outcome:
-    """Train as `config` says on a pipeline of `stages` stages, one pass after another."""
-    parts = parts_of(config, stages)
-    pipeline = [ReplayStage(parts, index) for index in range(stages)]
+
+def replay(config: RunConfig, stages: int | Sequence[int], recurrence: type[Recurrence] = Recurrence) -> Outcome:
+    """Train as `config` says on a pipeline of so many stages, or of these replicas of each, pass after pass."""
+    replicas = (1,) * stages if isinstance(stages, int) else tuple(stages)
+    parts = parts_of(config, len(replicas))
+    spans = stretches(config, parts.minibatches)
+    pipeline = [ReplayStage(parts, k, r, _labels(spans, r)) for k, r in enumerate(replicas)]
     losses: dict[int, Tensor] = {}
-    for first, last in stretches(config, parts.minibatches):
-        _replay_stretch(parts, pipeline, recurrence(config, stages, first, last), losses)
+    for first, last in spans:
+        made = [len(stage.versions) - 1 for stage in pipeline]
+        _replay_stretch(parts, pipeline, recurrence(config, replicas, first, last, made), losses)
     return Outcome(
         weights=_with_frozen(pipeline),
-        buffers={name: b.clone() for stage in pipeline for name, b in stage.net.buffers().items()},
+        buffers={name: b for stage in pipeline for name, b in stage.mean_buffers().items()},
         state=_joined([stage.velocities[-1] for stage in pipeline]),
         losses=[float(losses[j].detach()) for j in range(parts.minibatches)],
     )
+
+
+def _labels(spans: Sequence[tuple[int, int]], replicas: int) -> list[int]:
+    """The last minibatch of each round of the run; and some more, for mutations that look past its end."""
+    rounds = [min(j + replicas, last) - 1 for first, last in spans for j in range(first, last, replicas)]
+    return [*rounds, *range(rounds[-1] + 1, rounds[-1] + 65)]
 
 
 def _replay_stretch(
@@ -186,13 +245,13 @@ def _replay_stretch(
 ) -> None:
     activations: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     gradients: dict[tuple[int, int], tuple[Tensor | None, ...]] = {}
-    for _, k, kind, j in rules.passes:
+    for _, k, kind, j, replica in rules.passes:
         stage = pipeline[k]
         if kind == "F":
             version, distance = rules.forward_version(k, j), rules.forward_distance(k, j)
             weights = stage.predicted(version, distance, rules.target, rules.sign)
             inputs = parts.inputs(j) if k == 0 else activations.pop((k, j))
-            outputs = stage.forward(j, inputs, weights)
+            outputs = stage.forward(j, inputs, weights, replica)
             if k == len(pipeline) - 1:
                 losses[j] = parts.loss(outputs[0] if len(outputs) == 1 else outputs, parts.data.targets(j))
             else:
@@ -206,7 +265,9 @@ def _replay_stretch(
             of_inputs = stage.backward(j, gradients.pop((k, j)), weights)
         if k > 0:
             gradients[k - 1, j] = of_inputs
-        stage.update(j)
+        whole = rules.minibatches_of(k, rules.round(k, j))
+        if all(other in stage.gradients for other in whole):
+            stage.update(whole)
 
 
 def _with_frozen(pipeline: Sequence[ReplayStage]) -> Named:
