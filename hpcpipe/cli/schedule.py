@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import click
 
-from hpcpipe.errors import EXIT_FAILURE
-from hpcpipe.schedule.actions import COMPUTES, Action, Op
+from hpcpipe.errors import EXIT_FAILURE, ConfigError
+from hpcpipe.schedule.actions import COMPUTES, RECEIVES, SENDS, Action, Op, Place
 from hpcpipe.schedule.draw import draw, legend, report, table, title
 from hpcpipe.schedule.orders import ORDERS, SYNCHRONOUS
 from hpcpipe.schedule.policies import Policy, Target
-from hpcpipe.schedule.program import Schedule
-from hpcpipe.schedule.ranks import rank_actions, spread
+from hpcpipe.schedule.ranks import checked_groups, rank_actions, spread
 from hpcpipe.schedule.rings import short_run
+from hpcpipe.schedule.schedule import Schedule
 from hpcpipe.schedule.verify import Proof, ScheduleError, verify
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -33,7 +33,17 @@ _OPTIONS = (
         show_default=True,
         help="pipedream is asynchronous, the others flush before every update.",
     ),
-    click.option("--stages", metavar="N", type=click.IntRange(1), default=4, show_default=True),
+    click.option(
+        "--stages",
+        metavar="N",
+        type=click.IntRange(1),
+        help="[default: 4, or as many as --replicas has numbers]",
+    ),
+    click.option(
+        "--replicas",
+        metavar="N,N,...",
+        help="Replicas of each stage, each on a rank of its own.  [default: one each]",
+    ),
     click.option("--minibatches", metavar="N", type=click.IntRange(0), default=8, show_default=True),
     click.option(
         "--microbatches",
@@ -78,7 +88,10 @@ _OPTIONS = (
         help="Minibatches between two drains.  [default: no drain]",
     ),
     click.option(
-        "--ranks", metavar="N", type=click.IntRange(1), help="Ranks that share the stages.  [default: one each]"
+        "--ranks",
+        metavar="N",
+        type=click.IntRange(1),
+        help="Ranks that share the stages, where none has replicas.  [default: one each]",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
 )
@@ -100,7 +113,7 @@ def schedule() -> None:
 def show(ranks: int | None, as_json: bool, **numbers: Any) -> None:
     """Draw what each stage does when, and on which weights."""
     asked = _schedule(**numbers)
-    groups = None if ranks is None else spread(asked.stages, ranks)
+    groups = _groups(asked, ranks)
     if as_json:
         _print({**_described(asked, groups), "actions": _listed(asked, groups)})
         return
@@ -124,7 +137,7 @@ def verify_command(ranks: int | None, as_json: bool, **numbers: Any) -> None:
     with exit code 1 and the fault if it is not so.
     """
     asked = _schedule(**numbers)
-    groups = None if ranks is None else spread(asked.stages, ranks)
+    groups = _groups(asked, ranks)
     try:
         proof = verify(asked, groups)
     except ScheduleError as fault:
@@ -142,7 +155,8 @@ def verify_command(ranks: int | None, as_json: bool, **numbers: Any) -> None:
 def _schedule(
     *,
     name: str,
-    stages: int,
+    stages: int | None,
+    replicas: str | None,
     minibatches: int,
     microbatches: int | None,
     policy: str,
@@ -151,9 +165,12 @@ def _schedule(
     evaluation_batches: int,
     drain_every: int,
 ) -> Schedule:
+    counts = _counts(replicas)
+    stages = stages or len(counts) or 4
     return Schedule(
         name=name,
         stages=stages,
+        replicas=counts,
         minibatches=minibatches,
         microbatches=microbatches or (stages if name in SYNCHRONOUS else 1),
         policy=Policy(policy),
@@ -164,10 +181,30 @@ def _schedule(
     )
 
 
-def _described(schedule: Schedule, ranks: Sequence[Sequence[int]] | None) -> dict[str, Any]:
+def _counts(replicas: str | None) -> tuple[int, ...]:
+    """The numbers in `--replicas`. Raises ConfigError for anything else."""
+    if replicas is None:
+        return ()
+    try:
+        return tuple(int(count) for count in replicas.split(","))
+    except ValueError:
+        raise ConfigError(f"--replicas {replicas}: give one number a stage with commas between, as 3,1") from None
+
+
+def _groups(schedule: Schedule, ranks: int | None) -> list[list[Place]] | None:
+    """The places of each rank where stages share ranks. Raises ConfigError where there are replicas, too."""
+    if ranks is None:
+        return None
+    if schedule.replicated:
+        raise ConfigError("--ranks and --replicas exclude each other: every replica has a rank of its own")
+    return [[Place(stage) for stage in stages] for stages in spread(schedule.stages, ranks)]
+
+
+def _described(schedule: Schedule, groups: Sequence[Sequence[Place]] | None) -> dict[str, Any]:
     return {
         "schedule": schedule.name,
         "stages": schedule.stages,
+        "replicas": list(schedule.replica_counts),
         "minibatches": schedule.minibatches,
         "microbatches": schedule.microbatches,
         "policy": None if schedule.synchronous else schedule.policy.value,
@@ -175,24 +212,27 @@ def _described(schedule: Schedule, ranks: Sequence[Sequence[int]] | None) -> dic
         "evaluate_every": schedule.evaluate_every,
         "evaluation_batches": schedule.evaluation_batches,
         "drain_every": schedule.drain_every,
-        "ranks": [[stage] for stage in range(schedule.stages)] if ranks is None else ranks,
+        "ranks": [[place.stage for place in places] for places in checked_groups(schedule, groups)],
     }
 
 
-def _listed(schedule: Schedule, ranks: Sequence[Sequence[int]] | None) -> list[list[dict[str, Any]]]:
+def _listed(schedule: Schedule, groups: Sequence[Sequence[Place]] | None) -> list[list[dict[str, Any]]]:
     """The actions of each rank in order."""
-    groups = [[stage] for stage in range(schedule.stages)] if ranks is None else ranks
-    return [[_action(action) for action in rank_actions(schedule, stages)] for stages in groups]
+    checked = checked_groups(schedule, groups)
+    return [[_action(action) for action in rank_actions(schedule, places)] for places in checked]
 
 
 def _action(action: Action) -> dict[str, Any]:
-    entry: dict[str, Any] = {"op": action.op.name.lower(), "stage": action.stage, "minibatch": action.minibatch}
+    entry: dict[str, Any] = {"op": action.op.name.lower(), **action.place._asdict()}
+    entry["minibatch"] = action.minibatch
     entry["microbatch"] = action.microbatch
+    if action.op in SENDS or action.op in RECEIVES:
+        entry["peer_replica"] = action.peer_replica
     if action.op in _ON_WEIGHTS:
         entry["version"] = action.version
         entry["distance"] = action.distance
     if action.predictions:
-        entry["predictions"] = [{**asdict(made), "role": made.role.value} for made in action.predictions]
+        entry["predictions"] = [{**made._asdict(), "role": made.role.value} for made in action.predictions]
     if action.releases:
         entry["releases"] = list(action.releases)
     return entry
@@ -204,13 +244,15 @@ def _figures(proof: Proof) -> dict[str, Any]:
         "messages": sum(proof.messages.values()),
         "channels": [
             {
-                "source": source,
-                "destination": destination,
-                "kind": kind,
+                "source": channel.source.stage,
+                "source_replica": channel.source.replica,
+                "destination": channel.destination.stage,
+                "destination_replica": channel.destination.replica,
+                "kind": channel.kind,
                 "messages": messages,
-                "ring_depth": proof.ring_depths[source, destination, kind],
+                "ring_depth": proof.ring_depths[channel],
             }
-            for (source, destination, kind), messages in proof.messages.items()
+            for channel, messages in proof.messages.items()
         ],
         "cuts_checked": len(proof.cuts),
         "per_stage": [asdict(stage) for stage in proof.stages],

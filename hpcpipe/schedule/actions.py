@@ -1,14 +1,25 @@
-"""The vocabulary of schedules: one `Action` is one thing that one stage does.
+"""The vocabulary of schedules: one `Action` is one thing that one replica of one stage does.
 
-A schedule is data: for each stage, a list of actions. The engine executes that list, the verifier proves
-properties of it, and the terminal drawing shows it; no other module knows what 1F1B is. This module owns only
-the words (PipeDream, SOSP'19, section 3, and SpecTrain, arXiv 1809.02839), never an order.
+A schedule is data: for each replica of each stage, a list of actions. The engine executes that list, the verifier
+proves properties of it, the simulator times it, and the terminal drawing shows it; no other module knows what
+1F1B is. This module owns only the words (PipeDream, SOSP'19, section 3, and SpecTrain, arXiv 1809.02839), never
+an order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """One replica of one stage: what one rank executes, unless a rank owns several stages."""
+
+    stage: int
+    replica: int = 0
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} replica {self.replica}" if self.replica else f"stage {self.stage}"
 
 
 class Op(Enum):
@@ -26,6 +37,15 @@ class Op(Enum):
     SEND_GRADIENT = "B>"
     RECEIVE_EVALUATION = "<E"
     SEND_EVALUATION = "E>"
+    REDUCE = "R"
+    """All-reduce the gradients of a round among the replicas of a stage, directly before the round's update."""
+    AVERAGE = "A"
+    """Average the buffers of a replicated stage over its replicas, before its evaluation passes."""
+    COLLECT = "C"
+    """Collect the evaluation's figures from the replicas of the last stage, behind their evaluation passes."""
+
+    # Members are compared by identity, and they are looked up in sets and dictionaries for every action.
+    __hash__ = object.__hash__
 
 
 RECEIVES = {
@@ -37,6 +57,11 @@ RECEIVES = {
 SENDS = frozenset(RECEIVES.values())
 COMPUTES = frozenset({Op.FORWARD, Op.BACKWARD, Op.EVALUATE})
 """The actions that take time on the unit clock."""
+BARRIERS = frozenset({Op.REDUCE, Op.AVERAGE, Op.COLLECT})
+"""The actions that all replicas of a stage do together; they occur only where a stage has several."""
+EVALUATION = frozenset({Op.RECEIVE_EVALUATION, Op.EVALUATE, Op.SEND_EVALUATION, Op.AVERAGE, Op.COLLECT})
+"""The actions of which evaluations consist."""
+_TOWARDS_THE_LOSS = frozenset({Op.SEND_ACTIVATION, Op.SEND_EVALUATION, Op.RECEIVE_GRADIENT})
 
 
 class Role(Enum):
@@ -45,9 +70,10 @@ class Role(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
+    __hash__ = object.__hash__
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+
+class Prediction(NamedTuple):
     """Weights to predict from version `version`, `distance` updates ahead, for one pass of one minibatch."""
 
     role: Role
@@ -56,15 +82,16 @@ class Prediction:
     distance: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Action:
-    """One thing that one stage does.
+class Action(NamedTuple):
+    """One thing that one replica of one stage does.
 
-    `version` is the number of updates applied to the weights that F, B, E or P read, and the version that U makes.
-    `distance` is how many updates ahead of `version` the weights used by F or B are predicted (0: true weights).
-    `predictions` are made by U in the same pass over memory, or by P alone. `releases` are the versions that
-    nothing reads after this action. For E and its messages, `minibatch` is the one whose update came before and
-    `microbatch` counts the evaluation batches.
+    Version v of a stage is the weights that hold the updates of all minibatches below v. `version` is the one that
+    F, B, E or P read, and the one that U makes. `distance` is how many updates ahead of `version` the weights used
+    by F or B are predicted (0: true weights). `predictions` are made by U in the same pass over memory, or by P
+    alone. `releases` are the versions that nothing at this replica reads after this action. `minibatch` of U and R
+    is the last one of the round that they end; of the actions of an evaluation it is the one whose update came
+    before, and their `microbatch` counts the evaluation batches. `peer_replica` is the replica at the other end of
+    a send or a receive.
     """
 
     op: Op
@@ -76,13 +103,23 @@ class Action:
     distance: int = 0
     predictions: tuple[Prediction, ...] = ()
     releases: tuple[int, ...] = ()
+    peer_replica: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where it is done."""
+        return Place(self.stage, self.replica)
 
     @property
     def peer(self) -> int:
         """The stage at the other end of a send or a receive."""
-        towards_the_loss = {Op.SEND_ACTIVATION, Op.SEND_EVALUATION, Op.RECEIVE_GRADIENT}
-        return self.stage + 1 if self.op in towards_the_loss else self.stage - 1
+        return self.stage + 1 if self.op in _TOWARDS_THE_LOSS else self.stage - 1
+
+    @property
+    def peer_place(self) -> Place:
+        """The other end of a send or a receive."""
+        return Place(self.peer, self.peer_replica)
 
     def __str__(self) -> str:
         micro = f".{self.microbatch}" if self.microbatch else ""
-        return f"{self.op.value}({self.minibatch}{micro}) at stage {self.stage}"
+        return f"{self.op.value}({self.minibatch}{micro}) at {self.place}"

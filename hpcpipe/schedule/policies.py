@@ -1,24 +1,28 @@
-"""Staleness policies: which weight version the forward and the backward pass of a minibatch read.
+"""Staleness policies by name, and how many forwards a stage runs ahead of its backwards.
 
-Pure integer arithmetic on minibatch numbers, as in section 3.3 of PipeDream (SOSP'19; weight stashing, vertical
-sync) and in SpecTrain (arXiv 1809.02839). Versions count updates, so version j is what sequential SGD would use
-for minibatch j.
+It owns the words of PipeDream (SOSP'19, section 3.3; weight stashing, vertical sync) and of SpecTrain
+(arXiv 1809.02839); which version a pass reads by them is worked out in `reads`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 
 class Policy(Enum):
-    """What an asynchronous stage does about weights that change between F(j) and B(j)."""
+    """What an asynchronous stage does about weights that change between F(j) and B(j).
+
+    Rounds are counted in the comments below, where a round of a stage is one update's minibatches: one minibatch
+    for a stage that is not replicated, so that there version j is what sequential SGD would use for minibatch j.
+    """
 
     STASH = "stash"
-    """F(j) and B(j) both use version j - w: the gradient of an old point, delay w."""
+    """F and B of round m both use the version made by m - w rounds: the gradient of an old point, delay w."""
     VERTICAL_SYNC = "vertical_sync"
-    """Both use version j - (N-1) on every stage: one consistent old model."""
+    """Both use the version that minibatch j found at stage 0, on every stage: one consistent old model."""
     NONE = "none"
-    """F(j) uses version j - w, B(j) the newest: not a gradient of anything; the baseline."""
+    """F uses the version made by m - w rounds, B the newest: not a gradient of anything; the baseline."""
     SPECTRAIN = "spectrain"
     """Both use weights predicted from the newest version they find."""
 
@@ -29,24 +33,18 @@ class Target(Enum):
     ROUND_TRIP = "round_trip"
     """The stage's version when B(j) starts at stage 0 (the paper)."""
     LOCAL = "local"
-    """Version j itself, what sequential SGD would use (PipeOptim's horizon)."""
+    """The version of the minibatch's own round, what sequential SGD would use (PipeOptim's horizon)."""
     DAMPED = "damped"
     """As local, but only as far as momentum alone would still carry the weights."""
 
 
-def warm_up(stage: int, stages: int) -> int:
-    """w_k = N-1-k: forwards that stage k runs before its first backward."""
-    return stages - 1 - stage
+def warm_up(stage: int, replicas: Sequence[int]) -> int:
+    """w of each replica of `stage`: forwards that it runs before the one that its first backward follows.
 
-
-def forward_delay(policy: Policy, *, stage: int, stages: int) -> int:
-    """In the steady state F(j) reads version j - delay; in the fill, the one that the fill began with."""
-    return stages - 1 if policy is Policy.VERTICAL_SYNC else warm_up(stage, stages)
-
-
-def backward_delay(policy: Policy, *, stage: int, stages: int) -> int:
-    """The same for B(j): the forward's own delay where its weights are kept, 0 (the newest) otherwise."""
-    return forward_delay(policy, stage=stage, stages=stages) if keeps_forward_weights(policy) else 0
+    `replicas` are the numbers of replicas of all stages; N-1-k for stage k of N that are not replicated. PipeDream
+    (SOSP'19, section 3.2): NOAM, the minibatches admitted per replica of stage 0, is 1 more than its w.
+    """
+    return (sum(replicas[stage:]) - 1) // replicas[stage]
 
 
 def keeps_forward_weights(policy: Policy) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 
+from hpcpipe.schedule.actions import Place
 from hpcpipe.schedule.dryrun import Channel, Traffic, dry_run
 from hpcpipe.schedule.program import Schedule
-from hpcpipe.schedule.ranks import rank_actions
+from hpcpipe.schedule.ranks import checked_groups, rank_actions
 
 
 def depths_of(traffic: Traffic) -> dict[Channel, int]:
@@ -19,20 +21,24 @@ def depths_of(traffic: Traffic) -> dict[Channel, int]:
     return {channel: min(most, traffic.held.get(channel, 0) + 1) for channel, most in traffic.under_way.items()}
 
 
-def ring_depths(schedule: Schedule, ranks: Sequence[Sequence[int]] | None = None) -> dict[Channel, int]:
-    """Receive-ring depth by (source stage, destination stage, "activation" | "gradient" | "evaluation").
+def ring_depths(schedule: Schedule, groups: Sequence[Sequence[Place]] | None = None) -> dict[Channel, int]:
+    """Receive-ring depth of each channel (source, destination, "activation" | "gradient" | "evaluation").
 
-    `ranks` are the stages of each rank, one stage each by default. Cheap for a run of any length: a longer one
-    repeats the steady state of the short one that is looked at. A channel that carries no message has no entry.
+    `groups` are the places of each rank, one each by default. Cheap for a run of any length: a longer one repeats
+    the steady state of the short one that is looked at. A channel that carries no message has no entry. Raises
+    ConfigError for groups that do not share out the places.
     """
-    groups = ranks if ranks is not None else [[stage] for stage in range(schedule.stages)]
-    return depths_of(dry_run([list(rank_actions(short_run(schedule), stages)) for stages in groups]))
+    checked = checked_groups(schedule, groups)
+    return depths_of(dry_run([list(rank_actions(short_run(schedule), places)) for places in checked]))
 
 
 def short_run(schedule: Schedule) -> Schedule:
     """A run of a few minibatches that fills, repeats, evaluates and drains as `schedule` does."""
-    length = 4 if schedule.synchronous else 4 * schedule.stages + 4
-    if schedule.minibatches - schedule.first <= length:
+    common = 1 if schedule.synchronous else lcm(*schedule.replica_counts)
+    length = 4 if schedule.synchronous else 4 * (schedule.ranks + common)
+    span = schedule.minibatches - schedule.first
+    length += (span - length) % common
+    if span <= length:
         return schedule
     every = schedule.evaluate_every
     evaluates = every > 0 and schedule.minibatches // every > schedule.first // every
@@ -42,5 +48,5 @@ def short_run(schedule: Schedule) -> Schedule:
         minibatches=length,
         drain_every=min(schedule.drain_every, length),
         evaluate_every=min(every, length) if evaluates else 0,
-        evaluation_batches=min(schedule.evaluation_batches, 2),
+        evaluation_batches=min(schedule.evaluation_batches, 2 * lcm(*schedule.replica_counts)),
     )

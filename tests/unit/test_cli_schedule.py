@@ -63,6 +63,7 @@ def test_show_lists_every_action_as_json() -> None:
     assert first[0] == {
         "op": "forward",
         "stage": 0,
+        "replica": 0,
         "minibatch": 0,
         "microbatch": 0,
         "version": 0,
@@ -115,9 +116,36 @@ def test_the_figures_of_a_proof_are_in_the_json() -> None:
     stage = found["per_stage"][1]
     assert (stage["warm_up"], stage["in_flight"], stage["peak_versions"]) == (2, 3, 3)
     assert stage["staleness"] == [0, 1, 2, 2, 2, 2, 2, 2, 2, 2]
-    assert {"source": 0, "destination": 1, "kind": "activation", "messages": 10, "ring_depth": 4} in found[
-        "channels"
-    ]
+    activations = {
+        "source": 0,
+        "source_replica": 0,
+        "destination": 1,
+        "destination_replica": 0,
+        "kind": "activation",
+    }
+    assert {**activations, "messages": 10, "ring_depth": 4} in found["channels"]
+
+
+def test_replicas_are_shown_and_verified() -> None:
+    shown = hpcpipe("show", "--replicas", "3,1", "--minibatches", "6", COLUMNS="80").output
+    assert shown.startswith("pipedream, 2 stages (3, 1 replicas) on 4 ranks, 6 minibatches")
+    assert "\nstage 0 replica 2" in shown
+    assert "replicas  warm-up" in shown
+
+    found = json.loads(hpcpipe("verify", "--replicas", "3,1", "--minibatches", "9", "--json").output)
+    assert found["proved"] is True
+    assert (found["stages"], found["replicas"], found["ranks"]) == (2, [3, 1], [[0], [0], [0], [1]])
+    assert found["cuts_checked"] == 3
+    assert [(place["stage"], place["replica"]) for place in found["per_stage"]] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_what_replicas_do_is_listed_as_json() -> None:
+    found = json.loads(hpcpipe("show", "--replicas", "2,1", "--minibatches", "2", "--json").output)
+
+    second = found["actions"][1]
+    assert {action["replica"] for action in second} == {1}
+    assert "reduce" in [action["op"] for action in second]
+    assert [action["peer_replica"] for action in found["actions"][2] if action["op"] == "send_gradient"] == [0, 1]
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -142,6 +170,10 @@ def test_a_fault_is_printed_and_ends_with_code_1(as_json: bool, monkeypatch: pyt
     [
         (["--ranks", "5"], "4 stages can be spread over 1 to 4 ranks, got 5"),
         (["--microbatches", "2"], "microbatches = 2 needs one of 1f1b, gpipe"),
+        (["--replicas", "2,1", "--ranks", "2"], "--ranks and --replicas exclude each other"),
+        (["--replicas", "2,one"], "give one number a stage with commas between, as 3,1"),
+        (["--replicas", "2,0"], "a stage needs at least 1 replica"),
+        (["--replicas", "2,1", "--stages", "3"], "count those of 2 stages, but there are 3"),
     ],
 )
 @pytest.mark.parametrize("command", ["show", "verify"])

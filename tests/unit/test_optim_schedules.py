@@ -70,8 +70,9 @@ def test_warm_up_ends_at_the_base_rate_and_never_starts_at_zero() -> None:
 
 def test_coming_rates_are_those_of_the_next_updates() -> None:
     rate = LearningRate(base=1.0, schedule="step", gamma=0.5, every=2)
-    assert rate.coming(1, 4) == (1.0, 0.5, 0.5, 0.25)
-    assert rate.coming(3, 0) == ()
+    assert rate.coming(range(1, 5)) == (1.0, 0.5, 0.5, 0.25)
+    assert rate.coming((1, 4)) == (1.0, 0.25)
+    assert rate.coming(()) == ()
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcpipe.schedule import Action, Op, Policy, Schedule, StageCut, cut_at, rank_actions
+from hpcpipe.schedule import Action, Op, Place, Policy, Schedule, StageCut, cut_at, rank_actions
 from hpcpipe.schedule.verify import ScheduleError, verify
 from tests.unit.schedule_cases import lists_of, pipedream, schedules
 
@@ -63,33 +63,59 @@ def test_a_cut_in_the_middle_of_a_trillion_minibatches_is_cheap() -> None:
     assert cut_at(schedule, 0, 10**11).in_flight == tuple(range(10**11 + 1, 10**11 + 8))
 
 
-@settings(max_examples=40, deadline=None)
-@given(schedules(stages=6, minibatches=20), st.data())
+@pytest.mark.parametrize("name", ["pipedream", "1f1b"])
+def test_a_cut_at_a_replica_in_the_middle_of_a_trillion_minibatches_is_cheap(name: str) -> None:
+    schedule = Schedule(name=name, stages=2, minibatches=10**12, replicas=(2, 5))
+
+    cut = cut_at(schedule, 1, 10**11 - 1, 4)
+
+    assert (cut.versions, cut.in_flight) == ((10**11,), ())
+
+
+def test_each_replica_has_its_own_minibatches_in_flight() -> None:
+    schedule = pipedream(Policy.STASH, replicas=(3, 1), minibatches=30)
+
+    cuts = [cut_at(schedule, 0, 11, replica) for replica in range(3)]
+
+    assert [cut.in_flight for cut in cuts] == [(12,), (13,), (14,)]
+    assert [cut.resend for cut in cuts] == [(12,), (13,), (14,)]
+    assert [cut.versions for cut in cuts] == [(9, 12)] * 3
+    assert [cut.replica for cut in cuts] == [0, 1, 2]
+
+
+def test_there_is_no_cut_amid_a_round() -> None:
+    schedule = pipedream(replicas=(3, 1), minibatches=30)
+
+    with pytest.raises(ValueError, match=r"a run cannot be cut after U\(12\), where some stage is amid a round"):
+        cut_at(schedule, 1, 12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(schedules(stages=4, minibatches=20, replicas=3), st.data())
 def test_what_a_cut_holds_is_what_crosses_it(schedule: Schedule, data: st.DataObject) -> None:
     """Versions read behind it, minibatches between F and B, activations between send and receive; nothing more."""
-    if schedule.first == schedule.minibatches:
+    boundaries = [k for k in range(schedule.first, schedule.minibatches) if schedule.is_boundary(k)]
+    if not boundaries:
         return
-    k = data.draw(st.integers(schedule.first, schedule.minibatches - 1))
-    behind: list[list[Action]] = []
-    for actions in lists_of(schedule):
+    k = data.draw(st.sampled_from(boundaries))
+    behind: dict[Place, list[Action]] = {}
+    for place, actions in zip(schedule.places, lists_of(schedule), strict=True):
         (index,) = (i for i, action in enumerate(actions) if action.op is Op.UPDATE and action.minibatch == k)
-        behind.append(actions[index + 1 :])
+        behind[place] = actions[index + 1 :]
 
-    def among(stage: int, op: Op) -> set[int]:
-        return {action.minibatch for action in behind[stage] if action.op is op} if stage < len(behind) else set()
+    def among(places: list[Place], op: Op) -> set[int]:
+        return {action.minibatch for place in places for action in behind[place] if action.op is op}
 
-    for stage in range(schedule.stages):
-        cut = cut_at(schedule, stage, k)
-        readers = [a for a in behind[stage] if a.op in (Op.FORWARD, Op.BACKWARD, Op.EVALUATE, Op.PREDICT)]
+    for place in schedule.places:
+        cut = cut_at(schedule, place.stage, k, place.replica)
+        readers = [a for a in behind[place] if a.op in (Op.FORWARD, Op.BACKWARD, Op.EVALUATE, Op.PREDICT)]
         assert set(cut.versions) == {a.version for a in readers if a.version <= k} | {k + 1}
-        assert set(cut.in_flight) == among(stage, Op.BACKWARD) - among(stage, Op.FORWARD)
-        lacking = among(stage + 1, Op.RECEIVE_ACTIVATION) - among(stage, Op.SEND_ACTIVATION)
-        assert set(cut.resend) == lacking
+        assert set(cut.in_flight) == among([place], Op.BACKWARD) - among([place], Op.FORWARD)
+        following = [other for other in schedule.places if other.stage == place.stage + 1]
+        assert set(cut.resend) == set(cut.in_flight) & among(following, Op.RECEIVE_ACTIVATION)
 
 
 # -- faults ------------------------------------------------------------------------------------------------
-
-Cut = Callable[[Schedule, int, int], StageCut]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +129,14 @@ Cut = Callable[[Schedule, int, int], StageCut]
         ({"resend": ()}, "resend"),
         ({"resend": (6, 7)}, "resend"),
         ({"resend": (99,)}, "resend"),
+        ({"replica": 1}, "place"),
     ],
 )
 def test_a_cut_that_holds_too_little_or_too_much_is_caught(
     change: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(schedule: Schedule, stage: int, minibatch: int) -> StageCut:
-        cut = cut_at(schedule, stage, minibatch)
+    def wrong(schedule: Schedule, stage: int, minibatch: int, replica: int = 0) -> StageCut:
+        cut = cut_at(schedule, stage, minibatch, replica)
         return replace(cut, **change) if (stage, minibatch) == (0, 4) else cut  # type: ignore[arg-type]
 
     monkeypatch.setattr("hpcpipe.schedule.verify.cut_at", wrong)
@@ -124,20 +151,20 @@ def test_a_resumed_program_that_differs_from_the_unbroken_one_is_caught(
     fault: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule = pipedream(policy, stages=3, minibatches=6)
-    length = len(list(rank_actions(schedule, [1], after=2)))
+    length = len(list(rank_actions(schedule, [Place(1)], after=2)))
 
-    for place in range(length):
+    for at in range(length):
 
         def wrong(
-            schedule: Schedule, stages: Sequence[int], *, after: int | None = None, place: int = place
+            schedule: Schedule, places: Sequence[Place], *, after: int | None = None, at: int = at
         ) -> Iterator[Action]:
-            for index, action in enumerate(rank_actions(schedule, stages, after=after)):
-                if (after, list(stages), index) != (2, [1], place):
+            for index, action in enumerate(rank_actions(schedule, places, after=after)):
+                if (after, list(places), index) != (2, [Place(1)], at):
                     yield action
                 elif fault == "doubled":
                     yield from (action, action)
                 elif fault == "changed":
-                    yield replace(action, version=action.version + 1)
+                    yield action._replace(version=action.version + 1)
 
         monkeypatch.setattr("hpcpipe.schedule.verify.rank_actions", wrong)
         with pytest.raises(ScheduleError):

@@ -139,7 +139,7 @@ def test_an_update_predicts_for_the_next_forward_and_the_next_backward() -> None
 
 def test_a_message_names_the_stage_at_its_other_end() -> None:
     def peer(op: Op) -> int:
-        return Action(op=op, stage=5, minibatch=0).peer
+        return Action(op, stage=5, minibatch=0).peer
 
     assert [peer(op) for op in (Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT, Op.SEND_EVALUATION)] == [6, 6, 6]
     assert [peer(op) for op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT, Op.RECEIVE_EVALUATION)] == [4, 4, 4]

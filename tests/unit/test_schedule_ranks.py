@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpipe.errors import ConfigError
-from hpcpipe.schedule import Op, Policy, StageProgram, rank_actions
-from hpcpipe.schedule.dryrun import by_stage, dry_run
+from hpcpipe.schedule import Op, Place, Policy, StageProgram, rank_actions
+from hpcpipe.schedule.dryrun import by_place, dry_run
 from hpcpipe.schedule.ranks import spread
 from tests.unit.schedule_cases import groupings, lists_of, pipedream, schedules
 
@@ -19,9 +19,9 @@ def test_a_merged_program_holds_each_stages_program_in_order(data: st.DataObject
     schedule = data.draw(schedules(minibatches=15))
     ranks = data.draw(groupings(schedule.stages))
 
-    projected = by_stage(lists_of(schedule, ranks), schedule.stages)
+    projected = by_place(lists_of(schedule, ranks), schedule.places)
 
-    assert projected == [list(StageProgram(schedule, stage).actions()) for stage in range(schedule.stages)]
+    assert projected == {place: list(StageProgram(schedule, *place).actions()) for place in schedule.places}
 
 
 @settings(max_examples=60, deadline=None)
@@ -29,7 +29,7 @@ def test_a_merged_program_holds_each_stages_program_in_order(data: st.DataObject
 def test_the_lists_of_all_ranks_are_parts_of_one_executable_order(data: st.DataObject) -> None:
     schedule = data.draw(schedules(minibatches=15))
     ranks = data.draw(groupings(schedule.stages))
-    everything = lists_of(schedule, [list(range(schedule.stages))])
+    everything = lists_of(schedule, [schedule.places])
 
     dry_run(everything)
 
@@ -42,12 +42,14 @@ def test_the_lists_of_all_ranks_are_parts_of_one_executable_order(data: st.DataO
 def test_stages_of_one_rank_in_any_order_give_one_program() -> None:
     schedule = pipedream(Policy.SPECTRAIN, stages=4)
 
-    assert list(rank_actions(schedule, [2, 0])) == list(rank_actions(schedule, [0, 2]))
+    assert list(rank_actions(schedule, [Place(2), Place(0)])) == list(rank_actions(schedule, [Place(0), Place(2)]))
 
 
 def test_a_rank_with_all_stages_runs_each_pass_when_its_message_is_there() -> None:
     passes = [
-        a for a in rank_actions(pipedream(stages=2, minibatches=2), [0, 1]) if a.op in (Op.FORWARD, Op.BACKWARD)
+        a
+        for a in rank_actions(pipedream(stages=2, minibatches=2), [Place(0), Place(1)])
+        if a.op in (Op.FORWARD, Op.BACKWARD)
     ]
 
     assert " ".join(f"{a.op.value}{a.minibatch}@{a.stage}" for a in passes) == (

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpipe.schedule import Policy, Schedule
-from hpcpipe.schedule.dryrun import ScheduleError, dry_run
+from hpcpipe.schedule.dryrun import Channel, ScheduleError, dry_run
 from hpcpipe.schedule.rings import ring_depths
 from hpcpipe.schedule.verify import prove
 from tests.unit.schedule_cases import groupings, lists_of, pipedream, schedules
 
 
-def kinds(depths: dict[tuple[int, int, str], int], kind: str) -> list[int]:
-    return [depth for (_, _, k), depth in sorted(depths.items()) if k == kind]
+def kinds(depths: dict[Channel, int], kind: str) -> list[int]:
+    return [depth for channel, depth in sorted(depths.items()) if channel.kind == kind]
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8, 16])
@@ -51,13 +51,27 @@ def test_there_is_no_ring_for_an_evaluation_that_never_comes() -> None:
     assert kinds(ring_depths(schedule), "evaluation") == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_depths_read_off_a_short_run_are_those_of_the_whole_one(data: st.DataObject) -> None:
     schedule = data.draw(schedules(stages=5, minibatches=60))
     ranks = data.draw(groupings(schedule.stages))
 
     assert ring_depths(schedule, ranks) == prove(schedule, lists_of(schedule, ranks)).ring_depths
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules(stages=4, minibatches=80, replicas=4))
+def test_depths_of_replicated_stages_are_those_of_the_whole_run(schedule: Schedule) -> None:
+    assert ring_depths(schedule) == prove(schedule, lists_of(schedule)).ring_depths
+
+
+def test_each_pair_of_replicas_that_exchange_messages_has_a_channel() -> None:
+    depths = ring_depths(pipedream(replicas=(3, 1), minibatches=30))
+
+    assert {(tuple(channel.source), tuple(channel.destination)) for channel in depths} == {
+        pair for replica in range(3) for pair in (((0, replica), (1, 0)), ((1, 0), (0, replica)))
+    }
 
 
 def test_a_run_of_any_length_is_cheap() -> None:
@@ -69,7 +83,7 @@ def test_fewer_places_than_the_consumer_holds_would_stop_the_run_for_ever() -> N
     depths = ring_depths(schedule)
 
     for channel, depth in depths.items():
-        if channel[2] == "activation":
+        if channel.kind == "activation":
             dry_run(lists_of(schedule), depths={**depths, channel: depth - 1})
             with pytest.raises(ScheduleError, match="deadlock"):
                 dry_run(lists_of(schedule), depths={**depths, channel: depth - 2})
@@ -78,4 +92,4 @@ def test_fewer_places_than_the_consumer_holds_would_stop_the_run_for_ever() -> N
 def test_channels_within_a_rank_need_no_ring_to_go_on() -> None:
     schedule = pipedream(stages=4, minibatches=12)
 
-    dry_run(lists_of(schedule, [[0, 1, 2, 3]]), depths={})
+    dry_run(lists_of(schedule, [schedule.places]), depths={})

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpipe.errors import ConfigError
-from hpcpipe.schedule import Action, Op, Policy, Prediction, Role, Schedule, StageProgram, Target
+from hpcpipe.schedule import Action, Op, Place, Policy, Prediction, Role, Schedule, StageProgram, Target
 from hpcpipe.schedule.verify import ScheduleError, prove, verify
 from tests.unit.schedule_cases import changed, find, groupings, lists_of, pipedream, schedules
 
 POLICIES = list(Policy)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_every_schedule_on_any_ranks_is_proved(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
@@ -74,9 +74,9 @@ def test_messages_are_counted_per_channel() -> None:
     proof = verify(schedule)
 
     boundaries = [(0, 1), (1, 2)]
-    expected = {(a, b, "activation"): 10 for a, b in boundaries}
-    expected |= {(b, a, "gradient"): 10 for a, b in boundaries}
-    expected |= {(a, b, "evaluation"): 8 for a, b in boundaries}
+    expected = {(Place(a), Place(b), "activation"): 10 for a, b in boundaries}
+    expected |= {(Place(b), Place(a), "gradient"): 10 for a, b in boundaries}
+    expected |= {(Place(a), Place(b), "evaluation"): 8 for a, b in boundaries}
     assert proof.messages == expected
 
 
@@ -91,8 +91,8 @@ def test_cuts_of_a_long_run_are_sampled_from_the_first_to_the_last(monkeypatch: 
 
 @pytest.mark.parametrize("ranks", [[[0], [1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]], [[0, 1, 2], []], []])
 def test_ranks_that_do_not_share_out_the_stages_are_refused(ranks: list[list[int]]) -> None:
-    with pytest.raises(ConfigError, match="must own each of the stages 0 to 2 once"):
-        verify(pipedream(stages=3), ranks)
+    with pytest.raises(ConfigError, match="must own each of the 3 replicas of stages 0 to 2 once"):
+        verify(pipedream(stages=3), [[Place(stage) for stage in stages] for stages in ranks])
 
 
 # -- faults ------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_distance_off_by_one_is_caught_even_where_the_prediction_agrees_with_i
         for prediction in maker.predictions:
             op = Op.FORWARD if prediction.role is Role.FORWARD else Op.BACKWARD
             reader = find(lists, op, maker.stage, prediction.minibatch)
-            wrong = replace(prediction, distance=prediction.distance + 1)
+            wrong = prediction._replace(distance=prediction.distance + 1)
             others = tuple(wrong if p is prediction else p for p in maker.predictions)
             faulted = changed(changed(lists, maker, predictions=others), reader, distance=wrong.distance)
             refused(schedule, faulted)
@@ -198,7 +198,7 @@ def test_every_prediction_is_checked_and_used(change: dict[str, object]) -> None
 
     for maker in every_action(lists):
         for prediction in maker.predictions:
-            wrong = replace(prediction, **change)  # type: ignore[arg-type]
+            wrong = prediction._replace(**change)
             if wrong != prediction:
                 others = tuple(wrong if p is prediction else p for p in maker.predictions)
                 refused(schedule, changed(lists, maker, predictions=others))
