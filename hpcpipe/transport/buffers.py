@@ -4,6 +4,9 @@
     cuda-aware   tensor -copy-> ring, event, wait ----> MPI          MPI -> ring = tensor (a view)
     staged       tensor -copy-> pinned ring, event, wait -> MPI      MPI -> pinned ring -copy-> ring = tensor
 
+A tensor that MPI changes in place, as an all-reduce does, is read and written where it lies; the staged strategy
+copies it to a pinned twin and back.
+
 MPI knows nothing of streams: before a send the host waits for an event recorded behind the copy, and memory
 that is given back is posted again only when an event recorded behind its last reader has passed. The
 strategies never call MPI.
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,6 +92,22 @@ class Departure:
         self.held = held
 
 
+class InPlace(Protocol):
+    """A flat tensor that MPI changes in place: its first element is at `address` for MPI.
+
+    Every method takes a range of elements.
+    """
+
+    address: int
+
+    def fetch(self, start: int, stop: int) -> Event | None:
+        """Make elements that are final on the device readable for MPI: they are when the event has passed, or
+        at once where it is None."""
+
+    def restore(self, start: int, stop: int) -> None:
+        """MPI has changed elements: work that is queued from now on sees them in the tensor."""
+
+
 class Memory(Protocol):
     """A strategy. `line` says in words what it does."""
 
@@ -105,6 +124,9 @@ class Memory(Protocol):
 
     def fence(self) -> Event | None:
         """An event behind all work queued so far, or None where there is no queue."""
+
+    def in_place(self, flat: Tensor) -> InPlace:
+        """Let MPI change a contiguous tensor in one dimension, which must stay where it is."""
 
 
 class HostMemory:
@@ -137,6 +159,11 @@ class HostMemory:
     def fence(self) -> Event | None:
         return None
 
+    def in_place(self, flat: Tensor) -> InPlace:
+        if not flat.is_cpu:
+            raise TransportError(f"a tensor on {flat.device} given to a transport for the CPU")
+        return _InPlace(flat, lambda: None)
+
 
 class _DeviceMemory(ABC):
     """What both device strategies do: outgoing tensors are copied to a buffer that MPI can read."""
@@ -164,6 +191,15 @@ class _DeviceMemory(ABC):
     def fence(self) -> Event | None:
         return self._api.record()
 
+    def in_place(self, flat: Tensor) -> InPlace:
+        if flat.device.type != self._api.device.type:
+            raise TransportError(f"a tensor on {flat.device} given to a transport for {self._api.device}")
+        return self._in_place(flat)
+
+    @abstractmethod
+    def _in_place(self, flat: Tensor) -> InPlace:
+        """The same for a tensor on the device."""
+
     @abstractmethod
     def _outgoing(self, nbytes: int) -> _Block:
         """New memory that MPI can read."""
@@ -177,6 +213,9 @@ class AwareMemory(_DeviceMemory):
     def landing(self, nbytes: int) -> Landing:
         block = self._outgoing(nbytes)
         return _View(block.tensor, block.address, keep=block)
+
+    def _in_place(self, flat: Tensor) -> InPlace:
+        return _InPlace(flat, self._api.record)
 
     def _outgoing(self, nbytes: int) -> _Block:
         with torch.inference_mode(False):
@@ -192,6 +231,10 @@ class StagedMemory(_DeviceMemory):
     def landing(self, nbytes: int) -> Landing:
         with torch.inference_mode(False):
             return _StagedLanding(self._api, self._outgoing(nbytes), self._api.allocate_plain(nbytes))
+
+    def _in_place(self, flat: Tensor) -> InPlace:
+        with torch.inference_mode(False):
+            return _StagedInPlace(self._api, flat, self._api.allocate_pinned(flat.nbytes).view(flat.dtype))
 
     def _outgoing(self, nbytes: int) -> _Block:
         with torch.inference_mode(False):
@@ -233,6 +276,39 @@ class _StagedLanding:
         # Consumers are queued behind this copy on the same stream: nobody has to wait for it here.
         self._api.copy(tensor, _typed(self._pinned.tensor, described.dtype, described.shape))
         return tensor
+
+
+class _InPlace:
+    """MPI changes the tensor itself."""
+
+    def __init__(self, flat: Tensor, fence: Callable[[], Event | None]) -> None:
+        self.address = flat.data_ptr()
+        self._keep = flat
+        self._fence = fence
+
+    def fetch(self, start: int, stop: int) -> Event | None:
+        return self._fence()
+
+    def restore(self, start: int, stop: int) -> None:
+        return
+
+
+class _StagedInPlace:
+    """MPI changes a pinned twin of the tensor."""
+
+    def __init__(self, api: DeviceApi, flat: Tensor, twin: Tensor) -> None:
+        self.address = twin.data_ptr()
+        self._api = api
+        self._flat = flat
+        self._twin = twin
+
+    def fetch(self, start: int, stop: int) -> Event | None:
+        # An earlier round's copy up from the same memory is ahead of this one on the same stream.
+        self._api.copy(self._twin[start:stop], self._flat[start:stop])
+        return self._api.record()
+
+    def restore(self, start: int, stop: int) -> None:
+        self._api.copy(self._flat[start:stop], self._twin[start:stop])
 
 
 class _Block:

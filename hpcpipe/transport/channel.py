@@ -294,12 +294,10 @@ def layout_of(
 def sending(channel: ChannelId, minibatch: int) -> str:
     """The sender and its message in words, for errors."""
     message = f"{channel.kind.word} of minibatch {minibatch}"
-    return f"stage {channel.source} sends the {message} to stage {channel.destination}"
+    return f"{channel.source_name} sends the {message} to {channel.destination_name}"
 
 
 def receiving(channel: ChannelId, minibatch: int) -> str:
     """The receiver and its message in words, for errors."""
-    return (
-        f"stage {channel.destination} receives the {channel.kind.word} of minibatch {minibatch} from stage "
-        f"{channel.source}"
-    )
+    message = f"{channel.kind.word} of minibatch {minibatch}"
+    return f"{channel.destination_name} receives the {message} from {channel.source_name}"

@@ -73,6 +73,19 @@ def detect(
     return Awareness(enabled=enabled, how=how, warnings=warnings if enabled else ())
 
 
+def sums_device_memory(library: str) -> bool:
+    """Whether a library that may be given device memory may be given it for nonblocking sums, too.
+
+    Only MPICH 4 and later are known to copy it to the host and back by themselves. Open MPI, although its messages
+    and blocking reductions know device memory, adds up on the host whatever the pointer is, and crashes (its
+    issues 9845 and 12045).
+
+    library: name and version of the MPI library.
+    """
+    found = re.match(r"MPICH (\d+)", library)
+    return found is not None and int(found[1]) >= 4
+
+
 def allocator_warnings(environment: Mapping[str, str]) -> list[str]:
     """One line for each setting of torch's allocator whose memory loses CUDA IPC between ranks."""
     found = []

@@ -1,7 +1,7 @@
 """What travels between stages: channel names, messages, and the two ends of a channel as the engine sees them.
 
-A channel is a one-way queue between two stages for one kind of message; messages arrive in the order in which
-they were sent. Nothing here knows whether MPI, a device or a plain queue carries them.
+A channel is a one-way queue between two replicas of two stages for one kind of message; messages arrive in the
+order in which they were sent. Nothing here knows whether MPI, a device or a plain queue carries them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,37 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelId:
-    """A one-way queue from stage `source` to stage `destination` for messages of one kind."""
+    """A one-way queue from a replica of stage `source` to one of stage `destination` for messages of one kind.
+
+    source_replicas, destination_replicas: how many replicas these stages have, for names only; the transport
+        fills them in.
+    """
 
     source: int
     destination: int
     kind: Kind
+    source_replica: int = 0
+    destination_replica: int = 0
+    source_replicas: int = field(default=1, compare=False, repr=False)
+    destination_replicas: int = field(default=1, compare=False, repr=False)
+
+    @property
+    def source_name(self) -> str:
+        """The sender in words."""
+        return place_name(self.source, self.source_replica, self.source_replicas)
+
+    @property
+    def destination_name(self) -> str:
+        """The receiver in words."""
+        return place_name(self.destination, self.destination_replica, self.destination_replicas)
 
     def __str__(self) -> str:
-        return f"{self.kind.word}s from stage {self.source} to stage {self.destination}"
+        return f"{self.kind.word}s from {self.source_name} to {self.destination_name}"
+
+
+def place_name(stage: int, replica: int, replicas: int) -> str:
+    """One of the `replicas` replicas of a stage in words: "stage 1 replica 2", and "stage 1" where it is alone."""
+    return f"stage {stage} replica {replica}" if replicas > 1 or replica > 0 else f"stage {stage}"
 
 
 @dataclass(kw_only=True, slots=True)

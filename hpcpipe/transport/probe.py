@@ -42,7 +42,7 @@ def exchange(world: World) -> bool:
     torch.cuda.set_device(device)
     good = True
     for nbytes in EXCHANGE_BYTES:
-        transport = Transport(world, world.waiter, rank_of_stage=(0, 1), device=device, cuda_aware=True)
+        transport = Transport(world, world.waiter, ranks_of_stage=((0,), (1,)), device=device, cuda_aware=True)
         there = ChannelId(source=world.rank, destination=1 - world.rank, kind=Kind.ACTIVATION)
         back = ChannelId(source=1 - world.rank, destination=world.rank, kind=Kind.ACTIVATION)
         receiver = transport.receiver(back, depth=1)

@@ -1,4 +1,4 @@
-"""The transport of one rank: makes the channels between its stages and others, keeps them moving, ends them.
+"""The transport of one rank: makes its channels and the groups of its replicas, keeps them moving, ends them.
 
 It chooses the memory strategy and the tags, and lets stages of the same rank talk without MPI. It knows
 nothing of schedules: which messages are sent when, and how deep the rings must be, is the caller's.
@@ -7,16 +7,19 @@ nothing of schedules: which messages are sent when, and how deep the rings must 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from hpcpipe.errors import TransportError
 from hpcpipe.transport.buffers import AwareMemory, DeviceApi, HostMemory, Memory, StagedMemory
 from hpcpipe.transport.channel import MpiSender, Wire
+from hpcpipe.transport.cuda import sums_device_memory
 from hpcpipe.transport.device import CudaDevice
+from hpcpipe.transport.group import StageGroup, join
 from hpcpipe.transport.header import MAX_SLOTS
 from hpcpipe.transport.local import LocalChannel
-from hpcpipe.transport.message import ChannelId, ChannelStats, Kind, Receiver, Sender
+from hpcpipe.transport.message import ChannelId, ChannelStats, Kind, Receiver, Sender, place_name
 from hpcpipe.transport.receiver import MpiReceiver
 from hpcpipe.transport.wait import Waiter
 from hpcpipe.transport.world import World
@@ -29,12 +32,12 @@ FIRST_CHANNEL_TAG = 64
 
 
 class Transport:
-    """All channels of one rank. One at a time on a World; every rank makes one and calls `finish`.
+    """All channels and groups of one rank. One at a time on a World; every rank makes one and calls `finish`.
 
-    rank_of_stage: the rank that owns each stage.
+    ranks_of_stage: per stage the ranks that hold its replicas, in their order.
     device: where received tensors live.
     cuda_aware: whether MPI may be given device memory; ignored for the CPU.
-    chunk_bytes: larger tensors go in several MPI messages of at most this size.
+    chunk_bytes: larger tensors go in several MPI messages and sums of at most this size; the same on all ranks.
     device_api: replaces the CUDA device, in tests.
 
     line: one line about the path that messages take, for the banner.
@@ -45,42 +48,52 @@ class Transport:
         world: World,
         waiter: Waiter,
         *,
-        rank_of_stage: Sequence[int],
+        ranks_of_stage: Sequence[Sequence[int]],
         device: torch.device,
         cuda_aware: bool,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         device_api: DeviceApi | None = None,
     ) -> None:
-        for stage, rank in enumerate(rank_of_stage):
-            if not 0 <= rank < world.size:
-                raise TransportError(f"stage {stage} is given to rank {rank}, but there are {world.size} ranks")
+        for stage, ranks in enumerate(ranks_of_stage):
+            if not ranks or len(set(ranks)) < len(ranks):
+                raise TransportError(
+                    f"stage {stage} is given to the ranks {list(ranks)}: needs one for each replica"
+                )
+            for replica, rank in enumerate(ranks):
+                if not 0 <= rank < world.size:
+                    name = place_name(stage, replica, len(ranks))
+                    raise TransportError(f"{name} is given to rank {rank}, but there are {world.size} ranks")
         if chunk_bytes < 1:
             raise TransportError(f"messages cannot be sent in pieces of {chunk_bytes} bytes")
         self._world = world
         self._waiter = waiter
-        self._rank_of_stage = list(rank_of_stage)
+        self._ranks_of_stage = [tuple(ranks) for ranks in ranks_of_stage]
         self._chunk_bytes = chunk_bytes
-        self._memory = _memory(device, cuda_aware, device_api)
+        self._memory, self._sums = _memories(world.library, device, cuda_aware, device_api)
+        self._groups: dict[int, StageGroup] = {}
         self._senders: dict[ChannelId, MpiSender] = {}
         self._receivers: dict[ChannelId, MpiReceiver] = {}
         self._local: dict[ChannelId, LocalChannel] = {}
-        self.line = f"{self._memory.line} over {world.library}, {world.size} ranks"
+        replicated = any(len(ranks) > 1 for ranks in self._ranks_of_stage)
+        sums = f" (sums: {self._sums.line})" if replicated and self._sums is not self._memory else ""
+        self.line = f"{self._memory.line}{sums} over {world.library}, {world.size} ranks"
         waiter.idle.append(self.progress)
 
     def sender(self, channel: ChannelId, *, depth: int, full_rows: int | None) -> Sender:
-        """The sending end of a channel; its first stage must be this rank's.
+        """The sending end of a channel; its source must be on this rank.
 
         depth: ring positions, the same at both ends: the most messages between send and release.
         full_rows: samples in a full message, or None when the first message is a full one.
         """
-        self._check(channel, self._senders, channel.source, depth)
+        channel = self._named(channel)
+        self._check(channel, self._senders, self._source_rank(channel), channel.source_name, depth)
         if self._same_rank(channel):
             local = self._local_channel(channel, depth)
             local.full_rows = full_rows
             return local
         sender = MpiSender(
             channel,
-            self._wire(channel, self._rank_of_stage[channel.destination], depth),
+            self._wire(channel, self._destination_rank(channel), depth),
             self._memory,
             depth=depth,
             full_rows=full_rows,
@@ -89,13 +102,14 @@ class Transport:
         return sender
 
     def receiver(self, channel: ChannelId, *, depth: int) -> Receiver:
-        """The receiving end of a channel, its receives posted; its last stage must be this rank's."""
-        self._check(channel, self._receivers, channel.destination, depth)
+        """The receiving end of a channel, its receives posted; its destination must be on this rank."""
+        channel = self._named(channel)
+        self._check(channel, self._receivers, self._destination_rank(channel), channel.destination_name, depth)
         if self._same_rank(channel):
             return self._local_channel(channel, depth)
         receiver = MpiReceiver(
             channel,
-            self._wire(channel, self._rank_of_stage[channel.source], depth),
+            self._wire(channel, self._source_rank(channel), depth),
             self._memory,
             self._waiter,
             depth=depth,
@@ -104,20 +118,46 @@ class Transport:
         self._receivers[channel] = receiver
         return receiver
 
+    def group(self, stage: int) -> StageGroup:
+        """The replicas of a stage of this rank, for what they do together; the same object at every call.
+
+        All of them call it for the first time together: it waits for them.
+
+        Raises TransportError for a stage that has one replica or is not on this rank, and naming the ranks that
+        do not come.
+        """
+        if stage not in self._groups:
+            ranks = self._ranks_of_stage[stage]
+            if len(ranks) == 1 or self._world.rank not in ranks:
+                raise TransportError(
+                    f"rank {self._world.rank} is not one of several replicas of stage {stage}, which is on the "
+                    f"ranks {list(ranks)}"
+                )
+            members = join(self._world, self._waiter, ranks, stage)
+            self._groups[stage] = StageGroup(
+                members, self._waiter, self._sums, stage=stage, limit=self._chunk_bytes
+            )
+        return self._groups[stage]
+
     def progress(self) -> None:
         """Let MPI move what is on its way; costs a microsecond per channel and never waits."""
         for sender in self._senders.values():
             sender.progress()
         for receiver in self._receivers.values():
             receiver.progress()
+        for group in self._groups.values():
+            group.progress()
 
     def finish(self, *, discard: bool = False) -> None:
-        """End every channel together with all other ranks; nothing is outstanding afterwards.
+        """End every channel and group together with all other ranks; nothing is outstanding afterwards.
 
         discard: drop messages that nobody has asked for, as after a stop in the middle of the schedule.
 
-        Raises TransportError when such messages are left and `discard` is not set.
+        Raises TransportError when such messages are left and `discard` is not set, and always, before anything
+        has ended, when an all-reduce is left in the middle: MPI cannot take back what has started.
         """
+        for group in self._groups.values():
+            group.check_settled()
         for sender in self._senders.values():
             sender.end()
         ends: dict[ChannelId, MpiReceiver | LocalChannel] = {**self._receivers, **self._local}
@@ -135,6 +175,9 @@ class Transport:
         self._waiter.idle.remove(self.progress)
         # A neighbour that went on at once could send into receives that are still being taken back here.
         self._world.barrier("the end of all channels")
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
         if self.outstanding:
             raise TransportError(f"{self.outstanding} sends are outstanding after the end of all channels")
         if left and not discard:
@@ -159,17 +202,48 @@ class Transport:
         """What each receiving end from another rank has received."""
         return {channel: receiver.stats for channel, receiver in self._receivers.items()}
 
-    def _check(self, channel: ChannelId, known: Mapping[ChannelId, object], stage: int, depth: int) -> None:
+    def _named(self, channel: ChannelId) -> ChannelId:
+        """The same channel with what its names need. Raises TransportError for a replica that does not exist."""
+        counts = []
+        for stage, replica in (
+            (channel.source, channel.source_replica),
+            (channel.destination, channel.destination_replica),
+        ):
+            replicas = len(self._ranks_of_stage[stage])
+            if not 0 <= replica < replicas:
+                raise TransportError(
+                    f"the {channel}: stage {stage} has {replicas} replicas, none is number {replica}"
+                )
+            counts.append(replicas)
+        return replace(channel, source_replicas=counts[0], destination_replicas=counts[1])
+
+    def _check(
+        self, channel: ChannelId, known: Mapping[ChannelId, object], owner: int, name: str, depth: int
+    ) -> None:
         if channel in known:
             raise TransportError(f"the {channel} already have this end")
         if depth < 1:
             raise TransportError(f"the {channel} need a ring of at least 1, not {depth}")
-        if self._rank_of_stage[stage] != self._world.rank:
-            owner = self._rank_of_stage[stage]
-            raise TransportError(f"the {channel}: stage {stage} is on rank {owner}, not on {self._world.rank}")
+        if owner != self._world.rank:
+            raise TransportError(f"the {channel}: {name} is on rank {owner}, not on {self._world.rank}")
+
+    def _source_rank(self, channel: ChannelId) -> int:
+        return self._ranks_of_stage[channel.source][channel.source_replica]
+
+    def _destination_rank(self, channel: ChannelId) -> int:
+        return self._ranks_of_stage[channel.destination][channel.destination_replica]
 
     def _same_rank(self, channel: ChannelId) -> bool:
-        return self._rank_of_stage[channel.source] == self._rank_of_stage[channel.destination]
+        return self._source_rank(channel) == self._destination_rank(channel)
+
+    def _places(self, rank: int) -> list[tuple[int, int]]:
+        """What a rank holds, as (stage, replica)."""
+        return [
+            (stage, replica)
+            for stage, ranks in enumerate(self._ranks_of_stage)
+            for replica, owner in enumerate(ranks)
+            if owner == rank
+        ]
 
     def _local_channel(self, channel: ChannelId, depth: int) -> LocalChannel:
         if channel not in self._local:
@@ -178,11 +252,11 @@ class Transport:
 
     def _wire(self, channel: ChannelId, peer: int, depth: int) -> Wire:
         """Tags of a channel: apart from those of every other channel between the same two ranks."""
-        stages = self._rank_of_stage
-        sources = [stage for stage, rank in enumerate(stages) if rank == stages[channel.source]]
-        destinations = [stage for stage, rank in enumerate(stages) if rank == stages[channel.destination]]
-        pairs = len(sources) * len(destinations)
-        pair = sources.index(channel.source) * len(destinations) + destinations.index(channel.destination)
+        sources = self._places(self._source_rank(channel))
+        destinations = self._places(self._destination_rank(channel))
+        source = sources.index((channel.source, channel.source_replica))
+        destination = destinations.index((channel.destination, channel.destination_replica))
+        pairs, pair = len(sources) * len(destinations), source * len(destinations) + destination
         channels, index = pairs * len(Kind), pair * len(Kind) + channel.kind
         parts = MAX_SLOTS + 1
         tags = tuple(FIRST_CHANNEL_TAG + (position * channels + index) * parts for position in range(depth))
@@ -203,11 +277,19 @@ class Transport:
         return False
 
 
-def _memory(device: torch.device, cuda_aware: bool, api: DeviceApi | None) -> Memory:
+def _memories(
+    library: str, device: torch.device, cuda_aware: bool, api: DeviceApi | None
+) -> tuple[Memory, Memory]:
+    """How MPI reaches the tensors of messages, and those that it sums; usually the same."""
     if api is None:
         if device.type == "cpu":
-            return HostMemory()
+            host = HostMemory()
+            return host, host
         if device.type != "cuda":
             raise TransportError(f"tensors on {device} cannot be sent: the transport knows cpu and cuda")
         api = CudaDevice(device)
-    return AwareMemory(api) if cuda_aware else StagedMemory(api)
+    staged = StagedMemory(api)
+    if not cuda_aware:
+        return staged, staged
+    aware = AwareMemory(api)
+    return aware, aware if sums_device_memory(library) else staged

@@ -1,8 +1,8 @@
 """The ranks of this job and the MPI library behind them: the only module that imports `mpi4py.MPI`.
 
 It owns one duplicated communicator that raises its errors, point-to-point calls on plain addresses, and
-collectives of JSON and small arrays built on nonblocking calls and the waiter. Nothing is ever pickled, no
-call blocks inside MPI.
+collectives of JSON and small arrays built on nonblocking calls and the waiter. Nothing is ever pickled, and no
+call but `members` blocks inside MPI.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from hpcpipe.errors import EXIT_FAILURE, HpcpipeError, LauncherError, TransportError
 from hpcpipe.transport.launcher import check_launch, check_launcher_family, mpirun_path
+from hpcpipe.transport.members import Members
 from hpcpipe.transport.wait import Request, Waiter
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
@@ -141,6 +142,24 @@ class World:
         """A receive of up to `nbytes` bytes to `address` that `Start` posts, as often as wanted."""
         request: PersistentRequest = self._comm.Recv_init(self._buffer(address, nbytes), rank, tag)
         return request
+
+    def members(self, ranks: Sequence[int], *, tag: int) -> Members:
+        """A communicator of `ranks`, in this order; each of them calls it, nobody else.
+
+        MPI has no nonblocking call for it, so that whoever is missing hangs the others: see to it beforehand
+        that all of them are about to call.
+
+        tag: the same on all of them; apart from the tags of messages.
+        """
+        everybody = self._comm.Get_group()
+        some = everybody.Incl(list(ranks))
+        try:
+            communicator = self._comm.Create_group(some, tag)
+        finally:
+            some.Free()
+            everybody.Free()
+        communicator.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return Members(communicator, self._mpi)
 
     def broadcast_json(self, value: Any, *, what: str) -> Any:
         """Rank 0's `value` on every rank. The others' `value` is ignored."""

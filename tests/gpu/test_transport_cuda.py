@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from tests.mpi.fake_adder import FakeAdder
 from tests.mpi.launch import run
+from tests.mpi.programs import group_cases
 from tests.mpi.programs.transport_cases import names
 
 torch = pytest.importorskip("torch")
@@ -38,6 +40,49 @@ def test_two_ranks_on_one_card_exchange_device_memory() -> None:
     result = run("transport_cases.py", 2, "cuda-aware", timeout_s=120)
 
     assert result.rc == 0, str(result)
+
+
+def test_two_replicas_on_one_card_sum_through_pinned_memory() -> None:
+    result = run("group_cases.py", 2, "cuda", timeout_s=120)
+
+    assert result.rc == 0, str(result)
+    done = {line.split()[1] for line in result.stdout.splitlines() if line.endswith(" ok")}
+    assert set(group_cases.names(["cuda"])) <= done
+
+
+def test_two_replicas_on_one_card_sum_device_memory() -> None:
+    pytest.importorskip("cupy")
+    if not _can_send_device_memory():
+        pytest.skip("this MPI library cannot send device memory")
+
+    result = run("group_cases.py", 2, "cuda-aware", timeout_s=120)
+
+    assert result.rc == 0, str(result)
+
+
+def test_a_bucket_that_a_gradient_hook_makes_ready_is_summed_behind_its_kernels() -> None:
+    from hpcpipe.transport.buffers import StagedMemory
+    from hpcpipe.transport.device import CudaDevice
+    from hpcpipe.transport.reduce import BucketReduce
+    from hpcpipe.transport.wait import Waiter
+
+    device = torch.device("cuda", 0)
+    flat = torch.zeros(1 << 20, device=device)
+    in_place = StagedMemory(CudaDevice(device)).in_place(flat)
+    reducer = BucketReduce(FakeAdder(), in_place, Waiter(rank=0), flat, [(0, flat.numel())], limit=1 << 18)
+    leaf = torch.ones(flat.numel(), device=device, requires_grad=True)
+
+    def hook(parameter: torch.Tensor) -> None:
+        torch.cuda._sleep(100_000_000)
+        flat.copy_(parameter.grad)
+        reducer.ready(0)
+
+    leaf.register_post_accumulate_grad_hook(hook)
+    reducer.begin()
+    (leaf * 3).sum().backward()
+    reducer.finish("the all-reduce")
+
+    assert bool((flat == 6.0).all())
 
 
 def test_a_send_waits_for_the_kernels_that_fill_its_tensor() -> None:

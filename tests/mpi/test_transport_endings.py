@@ -70,6 +70,29 @@ def test_a_stall_is_told_and_ends_the_job() -> None:
     assert "TransportError: rank" in _ours(result)[-1]
 
 
+def test_a_replica_that_never_joins_is_named() -> None:
+    result = _end("a_replica_never_joins")
+
+    assert result.rc == 1
+    assert "hpcpipe: rank 2 waits for rank 1 to join the replicas of stage 1" in _ours(result)[0]
+    assert "TransportError: rank 2 waited for rank 1 to join the replicas of stage 1" in _ours(result)[-1]
+
+
+def test_an_all_reduce_that_a_replica_never_comes_to_is_named() -> None:
+    result = _end("a_replica_never_sums")
+
+    assert result.rc == 1
+    assert "hpcpipe: rank 2 waits for the all-reduce of stage 1, minibatch 7" in _ours(result)[0]
+    assert "TransportError: rank 2 waited for the all-reduce of stage 1, minibatch 7" in _ours(result)[-1]
+
+
+def test_an_exception_in_the_middle_of_an_all_reduce_ends_all_with_its_traceback_last() -> None:
+    result = _end("raises_during_a_sum", ranks=4)
+
+    assert result.rc == 1
+    assert _ours(result)[-1] == "[rank 1] ValueError: the backward pass broke"
+
+
 STEP = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"}
 
 

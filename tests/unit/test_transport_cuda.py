@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hpcpipe.errors import ConfigError
-from hpcpipe.transport.cuda import Awareness, detect, loaded_mpi_libraries
+from hpcpipe.transport.cuda import Awareness, detect, loaded_mpi_libraries, sums_device_memory
 
 LIBRARY = "MPICH 5.0.2"
 
@@ -92,3 +92,11 @@ def test_the_loaded_library_is_found_in_a_memory_map() -> None:
     ]
 
     assert loaded_mpi_libraries(maps) == ["/opt/mpi/lib/libmpi.so.12.3.4"]
+
+
+@pytest.mark.parametrize(
+    ("library", "yes"),
+    [("MPICH 5.0.2", True), ("MPICH 4.0.0", True), ("MPICH 3.4.3", False), ("Open MPI 5.0.8", False)],
+)
+def test_device_memory_is_summed_by_libraries_that_are_known_to(library: str, yes: bool) -> None:
+    assert sums_device_memory(library) is yes

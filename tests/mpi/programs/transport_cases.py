@@ -55,13 +55,13 @@ class Bench:
         self.device = torch.device("cuda", 0) if memory.startswith("cuda") else torch.device("cpu")
 
     def transport(
-        self, *, rank_of_stage: list[int] | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+        self, *, ranks_of_stage: list[list[int]] | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES
     ) -> Transport:
         api: DeviceApi | None = self.fake
         return Transport(
             self.world,
             self.world.waiter,
-            rank_of_stage=rank_of_stage or list(range(self.world.size)),
+            ranks_of_stage=ranks_of_stage or [[rank] for rank in range(self.world.size)],
             device=self.device,
             cuda_aware=self.memory in ("aware", "cuda-aware"),
             chunk_bytes=chunk_bytes,
@@ -393,9 +393,9 @@ def a_stop_in_the_middle_discards_what_is_on_its_way(bench: Bench) -> None:
 
 def several_stages_on_a_rank_talk_without_mpi_and_with_it(bench: Bench) -> None:
     world = bench.world
-    stages = [stage // 2 for stage in range(2 * world.size)]
+    stages = [[stage // 2] for stage in range(2 * world.size)]
     mine = [2 * world.rank, 2 * world.rank + 1]
-    transport = bench.transport(rank_of_stage=stages)
+    transport = bench.transport(ranks_of_stage=stages)
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
     for stage in mine:

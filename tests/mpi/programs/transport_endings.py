@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
+
+import torch
 
 from hpcpipe.errors import ConfigError, DataError
 from hpcpipe.transport.job import run_job
+from hpcpipe.transport.transport import Transport
 from hpcpipe.transport.world import World
 
 HANG_S = 60.0
@@ -107,6 +111,48 @@ def stalls(world: World) -> int:
         time.sleep(HANG_S)
     wait_for_ever(world)
     return 0
+
+
+def replicas(world: World) -> tuple[Transport, int]:
+    """The transport and the stage of a rank where rank 0 is stage 0 and all others are replicas of stage 1."""
+    world.waiter.warn_after_s, world.waiter.abort_after_s = 0.5, 1.2
+    stages = [[0], list(range(1, world.size))]
+    transport = Transport(world, world.waiter, ranks_of_stage=stages, device=torch.device("cpu"), cuda_aware=False)
+    return transport, min(world.rank, 1)
+
+
+def a_replica_never_joins(world: World) -> int:
+    transport, stage = replicas(world)
+    if stage == 0 or world.rank == 1:
+        time.sleep(HANG_S)
+    transport.group(stage)
+    return 0
+
+
+def sums(world: World, before: Callable[[], object]) -> int:
+    """An all-reduce of stage 1; its first replica does something before its last bucket is ready."""
+    transport, stage = replicas(world)
+    if stage == 0:
+        time.sleep(HANG_S)
+    reducer = transport.group(stage).reducer(torch.ones(1 << 20), [(1 << 19, 1 << 20), (0, 1 << 19)])
+    reducer.begin()
+    reducer.ready(0)
+    if world.rank == 1:
+        before()
+    reducer.ready(1)
+    reducer.finish("the all-reduce of stage 1, minibatch 7")
+    return 0
+
+
+def a_replica_never_sums(world: World) -> int:
+    return sums(world, lambda: time.sleep(HANG_S))
+
+
+def raises_during_a_sum(world: World) -> int:
+    def fail() -> None:
+        raise ValueError("the backward pass broke")
+
+    return sums(world, fail)
 
 
 def prints_the_thread_level(world: World) -> int:
