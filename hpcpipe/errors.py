@@ -41,6 +41,10 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model or run."""
 
 
+class PlanError(UserError):
+    """A profile, topology or plan that cannot be read or used, or a model that fits no plan."""
+
+
 class LauncherError(UserError):
     """Ranks started by a launcher that does not match the MPI library, or in the wrong number."""
 

@@ -18,8 +18,10 @@ from pathlib import Path
 import click
 
 from hpcpipe.bench.pipeline import Side, prepare, side
+from hpcpipe.engine.assemble import lay_out
 from hpcpipe.engine.checkpoints import Checkpoints
 from hpcpipe.engine.steering import Steering
+from hpcpipe.schedule import Schedule
 from hpcpipe.transport.job import run_job
 from hpcpipe.transport.world import World
 
@@ -50,8 +52,8 @@ at_end = false
 class Cuts(Steering):
     """Cuts where the benchmark asks for them."""
 
-    def __init__(self, last: int) -> None:
-        super().__init__(every=0, last=last)
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule, every=0)
         self.at: set[int] = set()
 
     def cuts_at(self, minibatch: int) -> bool:
@@ -77,12 +79,13 @@ def _measure(world: World, block: int, turns: int, as_json: bool) -> int:
         run_file.write_text(RUN)
         total = (2 * turns + 1) * block + 4 * world.size
         config, data = prepare(world, str(run_file), (f"run.max_steps={total}", f"run.epochs={total}"))
-        cuts = Cuts(last=total)
+        _, _, schedule = lay_out(config, data, world.size)
+        cuts = Cuts(schedule)
         checkpoints = Checkpoints(
             folder / "checkpoints",
             world=world,
             waiter=world.waiter,
-            stages=1,
+            places=1,
             meta={},
             keep_last=1,
             keep_every=None,
@@ -97,6 +100,7 @@ def _measure(world: World, block: int, turns: int, as_json: bool) -> int:
                 cuts.at = {trainer.done + 2}
             seconds[with_checkpoint].append(_block_seconds(world, trainer, block))
         transport.finish(discard=True)
+        trainer.forget()
         checkpoints.finish()
         sizes = [f.stat().st_size for f in (folder / "checkpoints").rglob("*.h5")] if world.rank == 0 else []
         world.barrier("rank 0 to look at the files")
@@ -122,8 +126,8 @@ def _measure(world: World, block: int, turns: int, as_json: bool) -> int:
 
 def _block_seconds(world: World, trainer: Side, block: int) -> float:
     """Time of one block at the slowest rank."""
-    times = world.all_gather_json(trainer.advance(block), what="the block to end on all ranks")
-    return float(max(times))
+    _, own = trainer.advance(block)
+    return float(max(world.all_gather_json(own, what="the block to end on all ranks")))
 
 
 if __name__ == "__main__":

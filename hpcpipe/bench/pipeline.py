@@ -1,7 +1,7 @@
 """`hpcpipe bench pipeline`: how much of the machine's throughput a pipeline reaches.
 
 The yardstick is what the ranks reach as independent single processes that train the whole model at the same time,
-with the same samples per update and no messages: the most that this machine can give. Both sides run in one job,
+with as many samples per minibatch and no messages: the most that this machine can give. Both sides run in one job,
 in turns, and medians are compared.
 """
 
@@ -11,25 +11,33 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from hpcpipe.errors import ConfigError
 from hpcpipe.schedule import Action, Op
 
 if TYPE_CHECKING:
     from hpcpipe.config import RunConfig
     from hpcpipe.datasets.protocol import Dataset
     from hpcpipe.engine.loop import Engine, Keeper
+    from hpcpipe.engine.runner import StageRunner
     from hpcpipe.engine.steering import Steering
+    from hpcpipe.schedule import Schedule
     from hpcpipe.transport.transport import Transport
     from hpcpipe.transport.world import World
 
 
 @click.command("pipeline")
 @click.argument("run_file", metavar="RUN.toml", type=click.Path())
-@click.option("--minibatches", default=16, show_default=True, help="Minibatches timed in each turn.")
+@click.option(
+    "--minibatches",
+    default=16,
+    show_default=True,
+    help="Minibatches timed in each turn; up to the end of a round.",
+)
 @click.option("--turns", default=9, show_default=True, help="Turns of each side.")
 @click.option("--set", "overrides", metavar="a.b=VALUE", multiple=True, help="Override a value of the run file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -43,26 +51,43 @@ def pipeline(run_file: str, minibatches: int, turns: int, overrides: tuple[str, 
 class Side:
     """One side of the comparison on this rank: an engine and its actions, run a few minibatches at a time."""
 
-    def __init__(self, engine: Engine, actions: Iterator[Action], rows: int, stages: int) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        engine: Engine,
+        runners: Collection[StageRunner],
+        actions: Iterator[Action],
+        rows: int,
+    ) -> None:
+        self._schedule = schedule
         self._engine = engine
+        self._runners = runners
         self._actions = actions
         self._rows = rows
-        self._stages = stages
         self.done = 0
 
-    def advance(self, minibatches: int) -> float:
-        """Run up to the update of the minibatch `minibatches` further on; seconds it took."""
-        self.done += minibatches
+    def advance(self, minibatches: int) -> tuple[int, float]:
+        """Run up to the update `minibatches` minibatches further on, or the next that ends a round of all stages.
+
+        Returns the number of minibatches and the seconds they took.
+        """
+        before = self.done
+        self.done = self._schedule.next_boundary(before + minibatches - 1) + 1
         began = time.perf_counter()
         self._engine.run(self._until_update_of(self.done - 1))
-        return time.perf_counter() - began
+        return self.done - before, time.perf_counter() - began
 
     def samples_per_s(self, minibatches: int, seconds: float) -> float:
         """Throughput of `minibatches` minibatches."""
         return minibatches * self._rows / seconds
 
+    def forget(self) -> None:
+        """Drop the graphs of minibatches in flight, which Python's collector cannot see through."""
+        for runner in self._runners:
+            runner.in_flight.clear()
+
     def _until_update_of(self, minibatch: int) -> Iterator[Action]:
-        left = self._stages
+        left = len(self._runners)
         for action in self._actions:
             yield action
             if action.op is Op.UPDATE and action.minibatch == minibatch:
@@ -76,7 +101,8 @@ def _run(
 ) -> int:
     # The first minibatches of a turn still find messages and caches as the other side left them.
     settle = world.size + 1
-    total = turns * (minibatches + settle) + 2 * world.size
+    # Twice as many as asked for, because turns go on to the end of a round; what is left over is never run.
+    total = 2 * turns * (minibatches + settle) + 2 * world.size
     config, data = prepare(world, run_file, (*overrides, f"run.max_steps={total}", f"run.epochs={total}"))
     together, transport = side(world, config, data)
     alone, _ = side(world, config, data, alone=True)
@@ -84,13 +110,17 @@ def _run(
     limit: list[float] = []
     for _ in range(turns):
         together.advance(settle)
-        seconds = world.all_gather_json(together.advance(minibatches), what="the pipeline's turn to end")
-        joint.append(together.samples_per_s(minibatches, max(seconds)))
+        count, own = together.advance(minibatches)
+        seconds = world.all_gather_json(own, what="the pipeline's turn to end")
+        joint.append(together.samples_per_s(count, max(seconds)))
         alone.advance(settle)
         world.barrier("all ranks to begin their turn alone")
-        seconds = world.all_gather_json(alone.advance(minibatches), what="the turn alone to end")
-        limit.append(sum(alone.samples_per_s(minibatches, each) for each in seconds))
+        count, own = alone.advance(minibatches)
+        seconds = world.all_gather_json(own, what="the turn alone to end")
+        limit.append(sum(alone.samples_per_s(count, each) for each in seconds))
     transport.finish(discard=True)
+    for one in (together, alone):
+        one.forget()
     if world.rank == 0:
         _report(config, joint, limit, as_json)
     return 0
@@ -105,6 +135,11 @@ def prepare(world: World, run_file: str, overrides: Sequence[str]) -> tuple[RunC
 
     with world.together("reading the run file"):
         config = load_run(run_file, overrides)
+        if config.pipeline.plan == "auto":
+            raise ConfigError(
+                f'{run_file}: pipeline.plan: "auto" plans for training only; name a plan file with --set '
+                "pipeline.plan=PLAN.json"
+            )
         data = build_dataset(config.data, config.run.seed)
     torch.set_num_threads(config.run.threads or 1)
     return config, data
@@ -124,6 +159,7 @@ def side(
 
     from hpcpipe.engine.assemble import build_runners, connect, lay_out
     from hpcpipe.engine.loop import Engine, NoCheckpoints, NoRecord
+    from hpcpipe.engine.planned import plan_named
     from hpcpipe.engine.steering import Steering
     from hpcpipe.observe.activity import Activity
     from hpcpipe.schedule import rank_actions
@@ -131,17 +167,19 @@ def side(
 
     size = 1 if alone else world.size
     if alone:
-        whole = config.pipeline.model_copy(update={"balance": "parameters", "stages": None})
-        config = config.model_copy(update={"pipeline": whole})
-    specs, plan, schedule = lay_out(config, data, size)
-    stages = plan.stages_of(0 if alone else world.rank)
+        unsplit = {"balance": "parameters", "stages": None, "replicas": None, "plan": None, "memory_limit": None}
+        config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=unsplit)})
+    chosen = config.pipeline.plan
+    file = None if chosen is None else plan_named(chosen, world)
+    specs, plan, schedule = lay_out(config, data, size, file)
+    places = plan.places_of(0 if alone else world.rank)
     device = torch.device("cpu")
-    steering = steering or Steering(every=0, last=schedule.minibatches)
+    steering = steering or Steering(schedule, every=0)
     runners, _ = build_runners(
         config,
         plan=plan,
         specs=specs,
-        stages=stages,
+        places=places,
         schedule=schedule,
         data=data,
         steering=steering,
@@ -150,7 +188,7 @@ def side(
     transport = Transport(
         world,
         world.waiter,
-        rank_of_stage=[world.rank] * plan.stages if alone else plan.rank_of_stage,
+        ranks_of_stage=[[world.rank]] * plan.stages if alone else plan.ranks_of_stage,
         device=device,
         cuda_aware=False,
         chunk_bytes=config.transport.chunk_bytes,
@@ -168,7 +206,8 @@ def side(
         norm_squared=lambda value: value,
         stop_on_nonfinite=False,
     )
-    return Side(engine, rank_actions(schedule, stages), config.data.batch, len(stages)), transport
+    actions = rank_actions(schedule, places)
+    return Side(schedule, engine, runners.values(), actions, config.data.batch), transport
 
 
 def _report(config: RunConfig, joint: list[float], limit: list[float], as_json: bool) -> None:

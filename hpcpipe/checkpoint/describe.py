@@ -23,10 +23,14 @@ class Layer:
 
 @dataclass(kw_only=True)
 class Stage:
-    """What a stage had in flight at the cut: minibatches, older weight versions, predictions kept for forwards."""
+    """What a rank's share of a stage had in flight: minibatches, older weight versions, predictions for forwards.
+
+    A stage with several `replicas` makes one update from so many minibatches.
+    """
 
     stage: str
     rank: int
+    replicas: int = 1
     inflight: set[int] = field(default_factory=set)
     versions: set[int] = field(default_factory=set)
     predictions: set[int] = field(default_factory=set)
@@ -34,7 +38,7 @@ class Stage:
 
     def staleness(self, step: int) -> int:
         """Updates between the newest weights (`step`) and the oldest that minibatches in flight or to come use."""
-        return max((len(self.inflight), *(step - version for version in self.versions)))
+        return max((len(self.inflight), *(-((version - step) // self.replicas) for version in self.versions)))
 
 
 def describe(checkpoint: CheckpointSet) -> tuple[list[Layer], list[Stage]]:
@@ -53,8 +57,15 @@ def describe(checkpoint: CheckpointSet) -> tuple[list[Layer], list[Stage]]:
                 layer.nbytes += entry.nbytes
                 layer.parameters += math.prod(entry.shape) if kind == "parameters" else 0
             elif len(parts) > 3 and parts[0] == "stages" and parts[3].isdecimal():
-                stage = stages.setdefault((rank, parts[1]), Stage(stage=parts[1], rank=rank))
+                if (stage := stages.get((rank, parts[1]))) is None:
+                    replicas = _replicas(checkpoint, rank, parts[1])
+                    stage = stages[rank, parts[1]] = Stage(stage=parts[1], rank=rank, replicas=replicas)
                 stage.nbytes += entry.nbytes
                 held = {"inflight": stage.inflight, "versions": stage.versions, "predictions": stage.predictions}
                 held.get(parts[2], set()).add(int(parts[3]))
     return list(layers.values()), list(stages.values())
+
+
+def _replicas(checkpoint: CheckpointSet, rank: int, stage: str) -> int:
+    described = checkpoint.index(rank).meta.get("stages", {}).get(stage, {})
+    return int(described.get("replicas", 1))

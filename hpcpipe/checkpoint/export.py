@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcpipe.checkpoint.durable import named
 from hpcpipe.checkpoint.layout import Entry
 from hpcpipe.checkpoint.sets import CheckpointSet, layer_kind
+from hpcpipe.durable import named
 from hpcpipe.errors import CheckpointError
 
 _KINDS = ("parameters", "buffers")

@@ -1,6 +1,7 @@
 """Reads one rank's file: whole-file checksum first, then structure, then arrays, each with its own checksum.
 
-No byte reaches the HDF5 library before length and CRC-32 of the whole file agree with the commit record.
+No byte reaches the HDF5 library before length and CRC-32 of the whole file agree with the commit record; whoever
+needs few arrays of a file reads them by its index, without that library.
 It never repairs and never guesses; which set to take instead is decided elsewhere.
 """
 
@@ -94,6 +95,23 @@ class _Raw:
             raise CheckpointError(f"{self.path}: is of rank {index.rank}, not of rank {report.rank}; {_REMEDY}")
         return index
 
+    def array(self, index: Index, path: str) -> Array:
+        """One array, its bytes checked by their own CRC-32."""
+        entry = index.entries.get(path)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path}: has no dataset {path!r}; the checkpoint is of another model or plan"
+            )
+        data = np.empty(entry.nbytes, np.uint8)
+        if self.read_into(data.data, entry.offset) != entry.crc:
+            raise CheckpointError(f"{self.path}: dataset {path!r} fails its CRC-32; {_REMEDY}")
+        return entry.as_array(data)
+
+    def part(self, index: Index, paths: Iterable[str]) -> Part:
+        tree = {path: self.array(index, path) for path in paths}
+        bf16 = frozenset(path for path in tree if index.entries[path].dtype == "bfloat16")
+        return Part(tree, index.meta, bf16)
+
 
 def read_index(path: Path, report: FileReport) -> Index:
     """Meta and table of arrays of a rank file by its checksum, without reading the rest (nor HDF5).
@@ -104,6 +122,21 @@ def read_index(path: Path, report: FileReport) -> Index:
     raw = _Raw(path, report)
     try:
         return raw.index(report)
+    finally:
+        raw.close()
+
+
+def read_part(path: Path, report: FileReport, index: Index, paths: Iterable[str]) -> Part:
+    """Some arrays of a rank file, each checked by its own CRC-32, without the rest of the file and without HDF5.
+
+    `index` is what `read_index` gave for this file.
+
+    Raises:
+        CheckpointError: the file is missing or has another length, or an array is not there or damaged.
+    """
+    raw = _Raw(path, report)
+    try:
+        return raw.part(index, paths)
     finally:
         raw.close()
 
@@ -152,22 +185,11 @@ class RankFile:
         Raises:
             CheckpointError: there is none of that path, or its bytes do not match its CRC-32.
         """
-        entry = self.index.entries.get(path)
-        if entry is None:
-            raise CheckpointError(
-                f"{self.path}: has no dataset {path!r}; the checkpoint is of another model or plan"
-            )
-        data = np.empty(entry.nbytes, np.uint8)
-        if self._raw.read_into(data.data, entry.offset) != entry.crc:
-            raise CheckpointError(f"{self.path}: dataset {path!r} fails its CRC-32; {_REMEDY}")
-        return entry.as_array(data)
+        return self._raw.array(self.index, path)
 
     def part(self, paths: Iterable[str] | None = None) -> Part:
         """These arrays (None: all of them) with meta and bfloat16 paths."""
-        chosen = self.index.entries.keys() if paths is None else paths
-        tree = {path: self.read(path) for path in chosen}
-        bf16 = frozenset(path for path in tree if self.index.entries[path].dtype == "bfloat16")
-        return Part(tree, self.index.meta, bf16)
+        return self._raw.part(self.index, self.index.entries if paths is None else paths)
 
 
 def file_faults(path: Path, report: FileReport) -> list[str]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcpipe.checkpoint.durable import replace_file, sync_directory
 from hpcpipe.checkpoint.layout import COMMIT_NAME, FileReport, is_ours, parse_set_name, rank_name
+from hpcpipe.durable import replace_file, sync_directory
 from hpcpipe.errors import CheckpointError
 
 _FORMAT = "hpcpipe checkpoint set"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcpipe.checkpoint.durable import sync_directory
 from hpcpipe.checkpoint.layout import COMMIT_NAME, is_ours
 from hpcpipe.checkpoint.sets import SetInfo, find_sets
+from hpcpipe.durable import sync_directory
 
 
 class Retired(NamedTuple):

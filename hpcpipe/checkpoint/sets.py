@@ -6,12 +6,12 @@ It never writes and never deletes. A folder without a valid commit record is no 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcpipe.checkpoint.layout import COMMIT_NAME, Array, Entry, Index, parse_set_name, rank_name
-from hpcpipe.checkpoint.reader import Part, RankFile, file_faults, read_index
+from hpcpipe.checkpoint.reader import Part, RankFile, file_faults, read_index, read_part
 from hpcpipe.checkpoint.record import Record, length_fault, read_record
 from hpcpipe.errors import CheckpointError
 
@@ -64,6 +64,11 @@ class CheckpointSet:
         return len(self.record.files)
 
     @property
+    def verified(self) -> bool:
+        """Whether every byte of every file has been found right."""
+        return len(self._verified) == self.ranks
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """Names of all layers that some rank holds, in order of rank and then as the rank gave them."""
         return tuple(self._layer_ranks())
@@ -87,6 +92,25 @@ class CheckpointSet:
         """
         with self._open(rank) as file:
             return file.part()
+
+    def read_paths(self, wanted: Callable[[str], bool], ranks: Iterable[int]) -> Part:
+        """The arrays whose path is `wanted`, from whichever of these ranks' files has each; no rank's meta.
+
+        Nothing else of the files is read. What is read is verified array by array.
+
+        Raises:
+            CheckpointError: the set has no such rank, or an index or an array does not verify.
+        """
+        tree: dict[str, Array] = {}
+        bf16: set[str] = set()
+        for rank in ranks:
+            index = self.index(rank)
+            paths = [path for path in index.entries if path not in tree and wanted(path)]
+            if paths:
+                part = read_part(self.path / rank_name(rank), self.record.files[rank], index, paths)
+                tree |= part.tree
+                bf16 |= part.bf16
+        return Part(tree, {}, frozenset(bf16))
 
     def read_layer(self, name: str) -> Part:
         """One layer, whichever rank held it; paths relative to it (`optimizer/exp_avg/weight`).

@@ -17,7 +17,6 @@ import numpy as np
 from h5py import h5a, h5d, h5g, h5p, h5s, h5t
 
 from hpcpipe.checkpoint.crc import combine
-from hpcpipe.checkpoint.durable import make_directory, named, sync_directory, write_all
 from hpcpipe.checkpoint.layout import (
     STORED,
     Array,
@@ -29,6 +28,7 @@ from hpcpipe.checkpoint.layout import (
     stored_shape,
 )
 from hpcpipe.checkpoint.skeleton import Skeleton
+from hpcpipe.durable import make_directory, named, sync_directory, write_all
 
 CHUNK = 4 << 20
 """Bytes summed and written at a time, without the interpreter's lock: small enough to stay in the processor's

@@ -13,6 +13,9 @@ import click
 @click.option("--overwrite", is_flag=True, help="Start over where earlier checkpoints are.")
 @click.option("--out", metavar="DIR", help="Folder for metrics and checkpoints (run.out).")
 @click.option(
+    "--plan", metavar="FILE", help="Layers and ranks of each stage, as `hpcpipe plan` wrote it (pipeline.plan)."
+)
+@click.option(
     "--progress", type=click.Choice(["auto", "bar", "lines", "off"]), help="How to show progress (run.progress)."
 )
 @click.option("--set", "overrides", metavar="a.b=VALUE", multiple=True, help="Override a value of the run file.")
@@ -21,20 +24,20 @@ def train(
     resume: str | None,
     overwrite: bool,
     out: str | None,
+    plan: str | None,
     progress: str | None,
     overrides: tuple[str, ...],
 ) -> None:
     """Train the model of RUN.toml as a pipeline over the ranks of this job.
 
-    Started under mpirun or srun, one process per rank; each owns a stage. Exit codes: 0 done, 2 wrong input,
-    75 stopped by request with a committed checkpoint (run the same command again), 1 anything else.
+    Started under mpirun or srun, one process per rank; each owns a stage or a replica of one. Exit codes: 0 done,
+    2 wrong input, 75 stopped by request with a committed checkpoint (run the same command again), 1 anything else.
     """
     from hpcpipe.engine.train import TrainOptions
     from hpcpipe.engine.train import train as run
     from hpcpipe.transport.job import run_job
 
-    given = [
-        f"{key}={value!r}" for key, value in (("run.out", out), ("run.progress", progress)) if value is not None
-    ]
+    chosen = (("run.out", out), ("pipeline.plan", plan), ("run.progress", progress))
+    given = [f"{key}={value!r}" for key, value in chosen if value is not None]
     options = TrainOptions(run_file=run_file, overrides=(*overrides, *given), resume=resume, overwrite=overwrite)
     sys.exit(run_job(lambda world: run(world, options)))

@@ -76,14 +76,7 @@ def _contradictions(config: RunConfig) -> Iterator[tuple[str, str]]:
             f"{pipeline.microbatches} microbatches need as many rows, but data.batch is {data.batch}; "
             "raise data.batch or use fewer",
         )
-    if pipeline.stages is not None and isinstance(pipeline.balance, tuple):
-        counts = len(pipeline.balance)
-        if counts != pipeline.stages:
-            yield (
-                "pipeline.balance",
-                f"has {counts} counts for {pipeline.stages} stages; give one count for each stage",
-            )
-    if pipeline.schedule == "pipedream" and pipeline.policy == "spectrain" and pipeline.stages != 1:
+    if pipeline.schedule == "pipedream" and pipeline.policy == "spectrain" and pipeline.stage_count != 1:
         yield from _nothing_to_predict_from(config.optimizer)
 
 

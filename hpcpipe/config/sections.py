@@ -5,6 +5,7 @@ Each key has its default, its meaning and its own check here; checks over severa
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Annotated, Any, Literal
 
@@ -105,6 +106,15 @@ class LossConfig(Section):
         return self
 
 
+_SIZE = re.compile(r"(\d+\.?\d*|\.\d+) ?[kKMGT]i?B")
+
+
+def _is_size(text: str) -> str:
+    if not _SIZE.fullmatch(text):
+        raise ValueError(f'must be a size with its unit, as in "40GiB" or "512MB", got {shown(text)}')
+    return text
+
+
 class PipelineConfig(Section):
     """[pipeline]: the schedule, what is done about staleness, and how the layers are dealt out."""
 
@@ -118,10 +128,21 @@ class PipelineConfig(Section):
     """Parts of a minibatch in the synchronous schedules."""
     stages: Count | None = None
     """Number of stages; the number of ranks when left out."""
+    replicas: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """Ranks of each stage, as in [3, 1]: so many stages on so many ranks; one rank for each when left out."""
     balance: Literal["parameters"] | tuple[Count, ...] = "parameters"
     """Layers of each stage as a list of counts, or an even split by number of parameters."""
+    plan: Annotated[str, Field(min_length=1)] | None = None
+    """A plan file with the layers and ranks of each stage, or "auto" to profile and plan at the start."""
+    memory_limit: Annotated[str, AfterValidator(_is_size)] | None = None
+    """Memory of each rank that plan = "auto" must keep to, as in "40GiB"; none when left out."""
     derived: Literal["refuse", "keep_forward"] = "refuse"
     """What to do about saved copies derived from weights (autocast, weight_norm) under none and spectrain."""
+
+    @property
+    def stage_count(self) -> int | None:
+        """Number of stages as far as the run file decides it; None where ranks or a plan do."""
+        return self.stages if self.replicas is None else len(self.replicas)
 
     @field_validator("balance", mode="plain")
     @classmethod
@@ -138,6 +159,26 @@ class PipelineConfig(Section):
     def _balance_as_it_is(self, value: str | tuple[int, ...]) -> Any:
         # The serializer of the union would warn of each member that the value is not.
         return value
+
+    @model_validator(mode="after")
+    def _one_split(self) -> PipelineConfig:
+        counts = None if isinstance(self.balance, str) else self.balance
+        if self.plan is not None:
+            given = {"stages": self.stages, "balance": counts, "replicas": self.replicas}
+            if also := [key for key, value in given.items() if value is not None]:
+                raise Mistakes(
+                    ("plan", f"decides {' and '.join(also)} itself; remove {'them' if also[1:] else 'it'}")
+                )
+        elif self.replicas is not None and self.stages not in (None, len(self.replicas)):
+            raise Mistakes(
+                ("replicas", f"is for {len(self.replicas)} stages, but stages is {self.stages}; remove stages")
+            )
+        elif self.stage_count is not None and counts is not None and len(counts) != self.stage_count:
+            text = f"has {len(counts)} counts for {self.stage_count} stages; give one count for each stage"
+            raise Mistakes(("balance", text))
+        if self.memory_limit is not None and self.plan != "auto":
+            raise Mistakes(("memory_limit", 'is kept by plan = "auto" only; set that or remove it'))
+        return self
 
 
 class EvalConfig(Section):
@@ -189,3 +230,5 @@ class TransportConfig(Section):
     """Test pending requests between layers, or only between actions."""
     chunk_bytes: Annotated[int, Field(ge=1, lt=2**31)] = 2**30
     """Messages above this many bytes are sent in parts."""
+    bucket_bytes: Annotated[int, Field(ge=1, lt=2**31)] = 25 * 2**20
+    """Gradients of a replicated stage are all-reduced in parts of this many bytes, while others are computed."""

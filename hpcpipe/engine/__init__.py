@@ -3,8 +3,10 @@
 train     one run on one rank, in order
 plan, assemble, restore       what runs where, its parts, and starting from a checkpoint
 loop      takes action after action from the rank's list
-runner    carries out one stage's actions
+runner, flight, batches       carries out the actions of one replica of a stage, on messages and data
+replicas  sums gradients, losses and words over the replicas of a stage
 passes, substitution, derived, stage      forward and backward on given weights
+objective                     losses and figures of the last stage
 weights, horizon              versions and predictions
 steering, signals, checkpoints, snapshot  cuts, stops, and what is stored at them
 """

@@ -1,6 +1,7 @@
-"""Builds the stages of one rank from the configuration: layers, weights, update rule, channels.
+"""Builds the stages of one rank from the configuration: layers, weights, update rule, channels, groups.
 
-Everything that a `StageRunner` is made of comes together here; nothing runs yet.
+Everything that a `StageRunner` is made of comes together here; nothing runs yet. Who exchanges messages with whom
+is read off the schedule's action lists.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import torch
 
 from hpcpipe.config import AdamwConfig, RunConfig, SgdConfig, check_groups, group_of
 from hpcpipe.datasets.protocol import DataDescription, Dataset
+from hpcpipe.engine.flight import Channels
 from hpcpipe.engine.horizon import Horizon
 from hpcpipe.engine.objective import Objective
 from hpcpipe.engine.plan import Plan, make_plan, make_schedule
-from hpcpipe.engine.runner import Channels, StageRunner
+from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.stage import Stage
 from hpcpipe.engine.steering import Steering
 from hpcpipe.engine.weights import WeightStore
@@ -25,9 +27,10 @@ from hpcpipe.models.loss import make_loss, make_metrics
 from hpcpipe.optim.flat import FlatLayout
 from hpcpipe.optim.rules import AdamOptions, RuleOptions, SgdOptions, make_rule
 from hpcpipe.optim.schedules import LearningRate
-from hpcpipe.schedule import Schedule
+from hpcpipe.planning.plan_file import PlanFile
+from hpcpipe.schedule import Place, Schedule, StageProgram
 from hpcpipe.schedule.rings import ring_depths
-from hpcpipe.transport.message import ChannelId, Kind
+from hpcpipe.transport.message import ChannelId, Kind, Receiver, Sender
 from hpcpipe.transport.transport import Transport
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -68,16 +71,18 @@ def rule_options(optimizer: SgdConfig | AdamwConfig) -> RuleOptions:
     ]
 
 
-def lay_out(config: RunConfig, data: Dataset, ranks: int) -> tuple[list[LayerSpec], Plan, Schedule]:
-    """The model's layers, their split over `ranks` ranks, and the schedule of the run.
+def lay_out(
+    config: RunConfig, data: Dataset, ranks: int, file: PlanFile | None = None
+) -> tuple[list[LayerSpec], Plan, Schedule]:
+    """The model's layers, their split over `ranks` ranks (the one of `file`, if given), and the run's schedule.
 
-    Raises ConfigError or ModelError for what cannot be built, split or scheduled.
+    Raises ConfigError, ModelError or PlanError for what cannot be built, split or scheduled.
     """
     specs = build_layers(config.model, config.run.seed, data.describe())
     inspection = inspect_layers(specs, config.run.seed)
     check_groups(inspection.parameter_names, config.optimizer.groups)
-    plan = make_plan(config, specs, inspection, ranks)
-    return specs, plan, make_schedule(config, data, stages=plan.stages)
+    plan = make_plan(config, specs, inspection, ranks, file)
+    return specs, plan, make_schedule(config, data, plan)
 
 
 def build_runners(
@@ -85,20 +90,20 @@ def build_runners(
     *,
     plan: Plan,
     specs: Sequence[LayerSpec],
-    stages: Sequence[int],
+    places: Sequence[Place],
     schedule: Schedule,
     data: Dataset,
     steering: Steering,
     device: torch.device,
 ) -> tuple[dict[int, StageRunner], list[str]]:
-    """The runners of the rank that owns `stages`, without channels, and what a user should know about them.
+    """The runners of the rank that owns `places`, by stage, without channels; and what a user should know of them.
 
     Raises ModelError for a layer that cannot be trained.
     """
     runners: dict[int, StageRunner] = {}
     notes: list[str] = []
     description = data.describe()
-    for index in stages:
+    for index, replica in places:
         first, last = plan.bounds[index]
         stage = Stage(
             index,
@@ -120,6 +125,7 @@ def build_runners(
             device=device,
             dtype=DTYPES[config.run.dtype],
             keep_derived=config.pipeline.derived == "keep_forward",
+            replica=replica,
         )
     return runners, notes
 
@@ -133,11 +139,13 @@ def connect(
     schedule: Schedule,
     data: Dataset,
 ) -> None:
-    """Make the channels between stages, and have messages looked after between layers if [transport] says so."""
+    """Make the channels and groups of this rank's stages, and have messages looked after as [transport] says.
+
+    Replicas of a stage join each other, so all ranks call it.
+    """
     if config.transport.progress == "layers":
         for runner in runners.values():
             runner.stage.between = transport.progress
-    depths = ring_depths(schedule, [plan.stages_of(rank) for rank in range(plan.ranks)])
     # Only the last minibatch of an epoch is short.
     full_pass = -(-data.rows(0) // schedule.microbatches)
     full_rows = {
@@ -145,30 +153,43 @@ def connect(
         Kind.GRADIENT: full_pass,
         Kind.EVALUATION: data.eval_rows(0) if data.eval_batches else None,
     }
+    kinds = {kind.word: kind for kind in Kind}
+    mine = {runner.place: runner.channels for runner in runners.values()}
+    depths = ring_depths(schedule, [plan.places_of(rank) for rank in range(plan.ranks)])
+    for (source, destination, word), depth in depths.items():
+        kind = kinds[word]
+        name = ChannelId(
+            source=source.stage,
+            destination=destination.stage,
+            kind=kind,
+            source_replica=source.replica,
+            destination_replica=destination.replica,
+        )
+        if source in mine:
+            sender = transport.sender(name, depth=depth, full_rows=full_rows[kind])
+            _sending(mine[source], kind)[destination.replica] = sender
+        if destination in mine:
+            receiver = transport.receiver(name, depth=depth)
+            _receiving(mine[destination], kind)[source.replica] = receiver
+    for stage, runner in runners.items():
+        if schedule.replicas_of(stage) > 1:
+            runner.join(transport.group(stage), config.transport.bucket_bytes)
 
-    def channel(source: int, destination: int, kind: Kind) -> tuple[ChannelId, int]:
-        depth = depths.get((source, destination, kind.word), 1)
-        return ChannelId(source=source, destination=destination, kind=kind), depth
 
-    for index, runner in runners.items():
-        channels = Channels()
-        if index > 0:
-            previous = index - 1
-            name, depth = channel(previous, index, Kind.ACTIVATION)
-            channels.activations_in = transport.receiver(name, depth=depth)
-            name, depth = channel(previous, index, Kind.EVALUATION)
-            channels.evaluations_in = transport.receiver(name, depth=depth)
-            name, depth = channel(index, previous, Kind.GRADIENT)
-            channels.gradients_out = transport.sender(name, depth=depth, full_rows=full_rows[Kind.GRADIENT])
-        if index < schedule.stages - 1:
-            following = index + 1
-            name, depth = channel(index, following, Kind.ACTIVATION)
-            channels.activations_out = transport.sender(name, depth=depth, full_rows=full_rows[Kind.ACTIVATION])
-            name, depth = channel(index, following, Kind.EVALUATION)
-            channels.evaluations_out = transport.sender(name, depth=depth, full_rows=full_rows[Kind.EVALUATION])
-            name, depth = channel(following, index, Kind.GRADIENT)
-            channels.gradients_in = transport.receiver(name, depth=depth)
-        runner.channels = channels
+def _sending(channels: Channels, kind: Kind) -> dict[int, Sender]:
+    return {
+        Kind.ACTIVATION: channels.activations_out,
+        Kind.GRADIENT: channels.gradients_out,
+        Kind.EVALUATION: channels.evaluations_out,
+    }[kind]
+
+
+def _receiving(channels: Channels, kind: Kind) -> dict[int, Receiver]:
+    return {
+        Kind.ACTIVATION: channels.activations_in,
+        Kind.GRADIENT: channels.gradients_in,
+        Kind.EVALUATION: channels.evaluations_in,
+    }[kind]
 
 
 def _weights(
@@ -195,12 +216,13 @@ def _weights(
     horizon = Horizon(
         learning_rate(config, schedule.minibatches),
         target=config.pipeline.target,
+        updates_from=StageProgram(schedule, stage.index).updates_from,
         momentum=options[0].damping,
         scales=[1.0, *(group.lr_scale for group in groups)],
         decays=[group.decoupled_weight_decay for group in options],
     )
     weights = WeightStore(layout, rule=rule, horizon=horizon, device=device, dtype=dtype)
-    weights.start_from(0, {name: parameter.detach() for name, parameter in trained})
+    weights.start_from(0, {name: parameter.detach() for name, parameter in trained}, updates=0)
     for parameter in stage.parameters():
         if parameter.requires_grad:
             # Never read again: the store's leaves take its place in every pass.

@@ -43,8 +43,9 @@ class _Cut:
 class Checkpoints:
     """The checkpoints of one rank.
 
-    `meta` is the JSON that describes the run; `say` takes a line for the user. `committed` is the step (updates
-    applied) of the newest set that rank 0 has committed, None before the first.
+    `places` is how many stages (or replicas of one) the rank owns, `meta` the JSON that describes the run; `say`
+    takes a line for the user. `committed` is the step (minibatches applied) of the newest set that rank 0 has
+    committed, None before the first.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Checkpoints:
         *,
         world: World,
         waiter: Waiter,
-        stages: int,
+        places: int,
         meta: dict[str, Any],
         keep_last: int,
         keep_every: int | None,
@@ -64,7 +65,7 @@ class Checkpoints:
         self._root = root
         self._world = world
         self._waiter = waiter
-        self._stages = stages
+        self._places = places
         self._meta = meta
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -104,7 +105,7 @@ class Checkpoints:
             cut.copies.copy(path, tensor)
         cut.stage_metas[str(runner.stage.index)] = stage_meta(runner)
         cut.seconds += time.perf_counter() - began
-        if len(cut.stage_metas) < self._stages:
+        if len(cut.stage_metas) < self._places:
             return False
         self._finish_write()
         self._write(step, self._gathering.pop(step))

@@ -20,10 +20,10 @@ from hpcpipe.schedule import Action, Op, Schedule
 
 
 class Record(Protocol):
-    """Whoever wants to know how training goes; only the rank of the last stage calls it."""
+    """Whoever wants to know how training goes; only the first replica of the last stage calls it."""
 
     def minibatch_done(self, minibatch: int, loss: float) -> None:
-        """U(minibatch) is done at the last stage."""
+        """The update of `minibatch` is done at the last stage; called once for each minibatch, in order."""
 
     def evaluated(self, minibatch: int, figures: Mapping[str, float]) -> None:
         """The evaluation behind U(minibatch) is done."""
@@ -43,7 +43,7 @@ class Keeper(Protocol):
     """Whoever takes checkpoints at cuts; see `checkpoints.Checkpoints`."""
 
     def take(self, runner: StageRunner) -> bool:
-        """A stage has just passed a cut; True when it was the rank's last stage to do so."""
+        """A stage has just passed a cut, as all its replicas do; True when it was the rank's last to do so."""
 
     def poll(self) -> None:
         """Look after what is being written."""
@@ -62,7 +62,7 @@ class NoCheckpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a rank's loop ended: the minibatch of its last update, and whether it was asked to stop there."""
+    """How a rank's loop ended: the last minibatch of its last update, and whether it was asked to stop there."""
 
     last_update: int
     stopped: bool
@@ -71,8 +71,9 @@ class Ending:
 class Engine:
     """One rank at work.
 
-    `norm_squared` sums squared gradient norms over all ranks, for clipping by the global norm in synchronous
-    schedules; in asynchronous ones each stage clips by its own.
+    `runners` are the stages of which the rank is a replica. `norm_squared` sums squared gradient norms over all
+    ranks, for clipping by the global norm in synchronous schedules; in asynchronous ones each stage clips by its
+    own.
     """
 
     def __init__(
@@ -103,9 +104,12 @@ class Engine:
         self._do: Mapping[Op, Callable[[StageRunner, Action], None]] = {
             Op.FORWARD: StageRunner.forward,
             Op.BACKWARD: StageRunner.backward,
+            Op.REDUCE: StageRunner.reduce,
             Op.UPDATE: self._update,
             Op.PREDICT: StageRunner.predict,
+            Op.AVERAGE: StageRunner.average,
             Op.EVALUATE: self._evaluate,
+            Op.COLLECT: self._collect,
             Op.RECEIVE_ACTIVATION: StageRunner.receive_activation,
             Op.SEND_ACTIVATION: StageRunner.send_activation,
             Op.RECEIVE_GRADIENT: StageRunner.receive_gradient,
@@ -143,7 +147,8 @@ class Engine:
             self._waiting_for_norm.append(action)
             if len(self._waiting_for_norm) == len(self._runners):
                 actions, self._waiting_for_norm = self._waiting_for_norm, []
-                own = sum(r.gradient_norm_squared() for r in self._runners.values())
+                # The replicas of a stage hold the same gradients: one of them counts.
+                own = sum((r.gradient_norm_squared() for r in self._runners.values() if r.speaks), 0.0)
                 factor = self._clip_factor(self._norm_squared(own))
                 for waiting in actions:
                     self._apply(self._runners[waiting.stage], waiting, factor)
@@ -155,15 +160,16 @@ class Engine:
 
     def _apply(self, runner: StageRunner, action: Action, grad_scale: float) -> None:
         minibatch = action.minibatch
-        loss = runner.losses.take_minibatch() if runner.is_last else 0.0
-        if self._stop_on_nonfinite and not math.isfinite(loss):
-            raise NonFiniteError(
-                f"the loss of minibatch {minibatch} is {loss}: lower optimizer.lr, clip gradients "
-                '(optimizer.clip_norm), or let it pass with optimizer.on_nonfinite = "continue"'
-            )
+        losses = runner.take_losses(minibatch) if runner.is_last and runner.speaks else []
+        for j, loss in losses:
+            if self._stop_on_nonfinite and not math.isfinite(loss):
+                raise NonFiniteError(
+                    f"the loss of minibatch {j} is {loss}: lower optimizer.lr, clip gradients "
+                    '(optimizer.clip_norm), or let it pass with optimizer.on_nonfinite = "continue"'
+                )
         runner.update(action, grad_scale=grad_scale)
-        if runner.is_last:
-            self._record.minibatch_done(minibatch, loss)
+        for j, loss in losses:
+            self._record.minibatch_done(j, loss)
         if self._steering.cuts_at(minibatch):
             self._refuse_to_keep_nonfinite(runner, minibatch)
             if self._checkpoints.take(runner):
@@ -172,7 +178,7 @@ class Engine:
 
     def _refuse_to_keep_nonfinite(self, runner: StageRunner, minibatch: int) -> None:
         # A gradient that overflowed shows in the loss minibatches later; a checkpoint in between would be lost.
-        if self._stop_on_nonfinite and not runner.weights.are_finite():
+        if self._stop_on_nonfinite and runner.speaks and not runner.weights.are_finite():
             raise NonFiniteError(
                 f"the weights of stage {runner.stage.index} are not finite after minibatch {minibatch}, so no "
                 "checkpoint is taken: lower optimizer.lr, clip gradients (optimizer.clip_norm), or let it pass "
@@ -181,5 +187,12 @@ class Engine:
 
     def _evaluate(self, runner: StageRunner, action: Action) -> None:
         runner.evaluate(action)
-        if runner.is_last and action.microbatch == self._schedule.evaluation_batches - 1:
-            self._record.evaluated(action.minibatch, runner.evaluation_figures())
+        ends = action.microbatch == self._schedule.evaluation_batches - 1
+        if runner.is_last and runner.replicas is None and ends:
+            self._record.evaluated(action.minibatch, runner.take_evaluation())
+
+    def _collect(self, runner: StageRunner, action: Action) -> None:
+        runner.collect(action)
+        figures = runner.take_evaluation()
+        if runner.speaks:
+            self._record.evaluated(action.minibatch, figures)

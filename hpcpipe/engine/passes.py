@@ -6,7 +6,7 @@ changes in place, tensors that the substitution cannot see. Knows nothing of mes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -123,19 +123,33 @@ class Passes:
             found[len(wanted) :],
         )
 
-    def evaluate(self, inputs: tuple[Tensor, ...], weights: WeightBuffer) -> tuple[Tensor, ...]:
-        """Run the stage in evaluation mode, without a graph."""
+    def evaluate(
+        self, inputs: tuple[Tensor, ...], weights: WeightBuffer, buffers: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Run the stage in evaluation mode, without a graph; with `buffers` in the place of its own."""
         training = {module: module.training for module in self._stage.modules()}
         self._stage.eval()
         with torch.no_grad():
-            outputs = self._call(weights, self._stage.run, 0, 0, *self._given_to_first_layer(inputs))
+            outputs = self._call(
+                weights, self._stage.run, 0, 0, *self._given_to_first_layer(inputs), buffers=buffers
+            )
         for module, mode in training.items():
             # A module that its builder has set to evaluation (a frozen BatchNorm) stays there.
             module.training = mode
         return outputs
 
-    def _call(self, weights: WeightBuffer, function: Callable[..., object], *args: object) -> tuple[Tensor, ...]:
-        result = functional_call(self._stage, weights.leaves, (function, *args), tie_weights=self._tied)
+    def _call(
+        self,
+        weights: WeightBuffer,
+        function: Callable[..., object],
+        *args: object,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        tensors, tied = weights.leaves, self._tied
+        if buffers:
+            # Modules may share a buffer, too, and only its first name is given.
+            tensors, tied = {**tensors, **buffers}, True
+        result = functional_call(self._stage, tensors, (function, *args), tie_weights=tied)
         return tuple(result)
 
     def _given_to_first_layer(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -14,7 +14,8 @@ import torch
 
 import hpcpipe
 from hpcpipe.config import RunConfig
-from hpcpipe.engine.plan import Plan, describe, kept_for_cuts
+from hpcpipe.engine.describe import describe, kept_for_cuts, uneven_rounds
+from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.resources import peak_memory_bytes
 from hpcpipe.engine.restore import Resume
 from hpcpipe.engine.runner import StageRunner
@@ -47,11 +48,13 @@ def announce(
         return
     policy = "" if schedule.synchronous else f", policy {schedule.policy.value}"
     aim = f", target {schedule.target.value}" if schedule.predicts else ""
+    replicas = f" of {'-'.join(map(str, plan.replicas))} replicas" if max(plan.replicas) > 1 else ""
     say(
         f"hpcpipe {hpcpipe.__version__}: {schedule.minibatches} minibatches, schedule {schedule.name}{policy}"
-        f"{aim}, {schedule.stages} stages on {world.size} ranks, {threads} thread{'s' if threads > 1 else ''} each"
+        f"{aim}, {schedule.stages} stages{replicas} on {world.size} ranks, "
+        f"{threads} thread{'s' if threads > 1 else ''} each"
     )
-    for line in describe(plan, schedule):
+    for line in (*describe(plan, schedule), *uneven_rounds(schedule)):
         say(line)
     for remark in (kept_for_cuts(plan, schedule, config), _clipping(config, schedule), _start(resume)):
         if remark is not None:
@@ -97,6 +100,7 @@ def rank_summary(
         "stages": [
             {
                 "stage": index,
+                "replica": runner.place.replica,
                 "layers": list(plan.layers_of(index)),
                 "staleness": runner.program.staleness(runner.next_update - 1),
                 "peak_versions": runner.weights.peak_versions,

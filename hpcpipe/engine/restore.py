@@ -1,8 +1,9 @@
 """Starts a run from a checkpoint: to the bit on the same pipeline, equivalently on any other.
 
-On the same pipeline each stage gets back every live version and re-runs, on the weights they ran on, the forwards
-that were in flight at the cut; what the next stage had not consumed is sent again. On another pipeline each stage
-takes weights and optimizer state of its layers and the pipeline is filled anew.
+On the same pipeline each replica of a stage gets back every live version and re-runs, on the weights they ran on,
+the forwards that it had in flight at the cut; what the next stage had not consumed is sent again. Parts are found
+by stage and replica, so a replica may have moved to another rank. On another pipeline each stage takes weights and
+optimizer state of its layers, and the pipeline is filled anew.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from hpcpipe.config import RunConfig
 from hpcpipe.engine.assemble import learning_rate
 from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.runner import StageRunner
-from hpcpipe.engine.snapshot import to_tensor
+from hpcpipe.engine.snapshot import own_buffers, to_tensor
 from hpcpipe.errors import CheckpointError
-from hpcpipe.schedule import Action, Op, Schedule, cut_at
+from hpcpipe.schedule import Action, Op, Place, Schedule, cut_at
 
 _Getter = Callable[[str, str], Tensor]
 """(layer, path within it) -> stored tensor."""
@@ -35,7 +36,7 @@ _Getter = Callable[[str, str], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Where a run goes on: the set, its step (updates applied), and what differs from the run that wrote it.
+    """Where a run goes on: the set, its step (minibatches applied), and what differs from the run that wrote it.
 
     `first` is the minibatch that filled the pipeline: the checkpoint's own if nothing differs, else `step`.
     """
@@ -56,11 +57,14 @@ def identity(plan: Plan, schedule: Schedule, config: RunConfig) -> dict[str, Any
     sections = config.model_dump(mode="json", include={"model", "data", "loss", "optimizer"})
     return {
         "stages": [list(plan.layers_of(stage)) for stage in range(plan.stages)],
+        "replicas": list(plan.replicas),
         "schedule": [schedule.name, schedule.microbatches, schedule.drain_every],
         "policy": [schedule.policy.value, schedule.target.value],
         "dtype": config.run.dtype,
         "seed": config.run.seed,
         "learning rate": repr(learning_rate(config, schedule.minibatches)),
+        # MPI may add three gradients in another order in a bucket of another size; two have only one sum.
+        "all-reduce buckets": config.transport.bucket_bytes if max(plan.replicas) > 2 else None,
         **sections,
     }
 
@@ -74,6 +78,9 @@ def find_checkpoint(option: str, directory: Path, say: Callable[[str], None]) ->
         found, skipped = newest_valid(directory / "checkpoints")
     else:
         found, skipped = choose(Path(option), deep=True)
+        # Of a set that is named itself nothing has been read yet, and ranks will read only what they need.
+        if not found.verified and (faults := found.faults()):
+            raise CheckpointError(faults[0])
     for reason in skipped:
         say(f"checkpoint passed over: {reason}")
     if found is not None and option != "auto":
@@ -128,42 +135,81 @@ def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, config: RunConf
 
 
 def _same_in_flight(found: CheckpointSet, schedule: Schedule) -> bool:
-    """Whether the minibatches in flight at the cut are those that this schedule would have in flight there."""
-    stages: dict[str, Any] = {}
-    for rank in range(found.ranks):
-        stages |= found.index(rank).meta["stages"]
+    """Whether this schedule has a cut there, too, with the same minibatches in flight."""
+    minibatch = found.step - 1
+    if not schedule.is_boundary(minibatch):
+        return False
     return all(
-        [int(j) for j in stages[str(stage)]["in_flight"]]
-        == list(cut_at(schedule, stage, found.step - 1).in_flight)
-        for stage in range(schedule.stages)
+        [int(j) for j in _described(found, place)["in_flight"]]
+        == list(cut_at(schedule, place.stage, minibatch, place.replica).in_flight)
+        for place in schedule.places
     )
+
+
+def _described(found: CheckpointSet, place: Place) -> dict[str, Any]:
+    """What `stage_meta` said of one replica of a stage."""
+    rank = found.meta["ranks"][place.stage][place.replica]
+    described: dict[str, Any] = found.index(rank).meta["stages"][str(place.stage)]
+    return described
 
 
 def restore_exactly(runner: StageRunner, found: CheckpointSet, schedule: Schedule) -> list[Action]:
     """Bring `runner` to the state it had at the cut; returns the sends that are to be repeated."""
-    stage, weights = runner.stage, runner.weights
-    place = f"stages/{stage.index}"
-    part = _part_of_stage(found, stage.index)
-    minibatch = found.step - 1
-    cut = cut_at(schedule, stage.index, minibatch)
-    _restore_layers(runner, found.step, lambda layer, path: _get(part, f"layers/{layer}/{path}", found))
+    weights, place = runner.weights, runner.place
+    described = _described(found, place)
+    part = _part_of_place(found, place, described)
+    cut = cut_at(schedule, place.stage, found.step - 1, place.replica)
+    _restore_layers(
+        runner,
+        found.step,
+        lambda layer, path: _get(part, f"layers/{layer}/{path}", found),
+        updates=described["updates"],
+        buffers=None,
+    )
     for version in cut.versions[:-1]:
-        _fill(runner, weights.add_version(version).flat, part, f"{place}/versions/{version}", found)
+        folder = f"stages/{place.stage}/versions/{version}"
+        _fill(runner, weights.add_version(version).flat, part, folder, found)
     runner.next_update = found.step
-    wants = part.meta["stages"][str(stage.index)]["in_flight"]
     for j in cut.in_flight:
-        _repeat_forward(runner, part, found, j, wants[str(j)])
-    _set_buffers(runner, lambda layer, own: _get(part, f"layers/{layer}/buffers/{own}", found))
-    return [Action(op=Op.SEND_ACTIVATION, stage=stage.index, minibatch=j) for j in cut.resend]
+        _repeat_forward(runner, part, found, j, described["in_flight"][str(j)])
+    if schedule.replicas_of(place.stage) > 1:
+        _set_buffers(runner, lambda layer, own: _get(part, f"{own_buffers(place)}/{layer}/{own}", found))
+    else:
+        _set_buffers(runner, lambda layer, own: _get(part, f"layers/{layer}/buffers/{own}", found))
+    return [
+        Action(
+            op=Op.SEND_ACTIVATION,
+            stage=place.stage,
+            replica=place.replica,
+            minibatch=j,
+            peer_replica=schedule.owner(place.stage + 1, j),
+        )
+        for j in cut.resend
+    ]
+
+
+def _part_of_place(found: CheckpointSet, place: Place, described: Mapping[str, Any]) -> Part:
+    """What one replica of a stage needs of the files of all, over which layers and versions are dealt out."""
+    layers, replica = set(described["layers"]), str(place.replica)
+
+    def wanted(path: str) -> bool:
+        top, name, kind, *rest = path.split("/")
+        if top == "layers":
+            return name in layers and kind != "buffers_next"
+        if name != str(place.stage) or kind == "versions":
+            return name == str(place.stage)
+        return rest[0] == replica if kind == "replicas" else rest[0] in described["in_flight"]
+
+    return found.read_paths(wanted, found.meta["ranks"][place.stage])
 
 
 def _repeat_forward(
     runner: StageRunner, part: Part, found: CheckpointSet, minibatch: int, wants_grad: list[bool]
 ) -> None:
     """Run F(minibatch) again on the inputs, weights and buffers that it had, to have its graph back."""
-    place = f"stages/{runner.stage.index}"
-    kept = f"{place}/predictions/{minibatch}"
-    flight = f"{place}/inflight/{minibatch}"
+    stage, replica = runner.place
+    kept = f"stages/{stage}/predictions/{minibatch}"
+    flight = f"stages/{stage}/inflight/{minibatch}"
     if any(path.startswith(kept + "/") for path in part.tree):
         _fill(runner, runner.weights.restore_forward_weights(minibatch).flat, part, kept, found)
     _set_buffers(runner, lambda layer, own: _get(part, f"{flight}/buffers/{layer}/{own}", found))
@@ -173,7 +219,8 @@ def _repeat_forward(
     )
     action = Action(
         op=Op.FORWARD,
-        stage=runner.stage.index,
+        stage=stage,
+        replica=replica,
         minibatch=minibatch,
         version=runner.program.forward_version(minibatch),
         distance=runner.program.forward_distance(minibatch),
@@ -183,11 +230,21 @@ def _repeat_forward(
 
 def restore_weights(runner: StageRunner, found: CheckpointSet) -> None:
     """Take over weights, buffers and optimizer state of the stage's layers, wherever they were trained."""
-    parts = {layer: found.read_layer(layer) for layer in runner.stage.names}
+    layers = set(runner.stage.names)
+    before = [stage for stage, held in enumerate(found.meta["identity"]["stages"]) if not layers.isdisjoint(held)]
+
+    def wanted(path: str) -> bool:
+        top, name, kind, *_ = path.split("/")
+        return top == "layers" and name in layers and kind != "buffers"
+
+    part = found.read_paths(wanted, [rank for stage in before for rank in found.meta["ranks"][stage]])
     _restore_layers(
         runner,
         found.step,
-        lambda layer, path: _get(parts[layer], path, found),
+        lambda layer, path: _get(part, f"layers/{layer}/{path}", found),
+        # Stages with more replicas have made fewer updates, and Adam corrects its young averages by one count for
+        # all layers: too small a count makes the steps of some a little short, too large a one makes them long.
+        updates=min(_described(found, Place(stage))["updates"] for stage in before),
         buffers="buffers_next",
     )
     runner.next_update = found.step
@@ -210,7 +267,7 @@ def start_from_weights(runners: Mapping[int, StageRunner], path: Path) -> None:
             return _get(parts[layer], stored, found)
 
     for runner in runners.values():
-        _restore_layers(runner, 0, get, optimizer=False)
+        _restore_layers(runner, 0, get, updates=0, buffers="buffers", optimizer=False)
 
 
 def _from_safetensors(path: Path) -> _Getter:
@@ -238,8 +295,9 @@ def discard_checkpoints(directory: Path) -> None:
 
 
 def _restore_layers(
-    runner: StageRunner, version: int, get: _Getter, *, buffers: str = "buffers", optimizer: bool = True
+    runner: StageRunner, version: int, get: _Getter, *, updates: int, buffers: str | None, optimizer: bool = True
 ) -> None:
+    """Weights, optimizer state and, from the part of that name, buffers of the stage's layers."""
     stage, weights = runner.stage, runner.weights
     named: dict[str, Tensor] = {}
     expected = {slot.name: torch.Size(slot.shape) for slot in weights.layout.slots}
@@ -250,12 +308,13 @@ def _restore_layers(
         named[name] = _fitting(get(layer, f"parameters/{own}"), expected[name], stage.public_name(name))
         if not parameter.requires_grad:
             parameter.data.copy_(named[name])
-    weights.start_from(version, {slot.name: named[slot.name] for slot in weights.layout.slots})
+    weights.start_from(version, {slot.name: named[slot.name] for slot in weights.layout.slots}, updates=updates)
     for state, flat in weights.state.items() if optimizer else ():
         for name, view in weights.layout.views(flat).items():
             layer, own = stage.split_name(name)
             view.copy_(get(layer, f"optimizer/{state}/{own}"))
-    _set_buffers(runner, lambda layer, own: get(layer, f"{buffers}/{own}"))
+    if buffers is not None:
+        _set_buffers(runner, lambda layer, own: get(layer, f"{buffers}/{own}"))
 
 
 def _set_buffers(runner: StageRunner, get: _Getter) -> None:
@@ -272,13 +331,6 @@ def _fitting(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
             "use the checkpoint of this model"
         )
     return tensor
-
-
-def _part_of_stage(found: CheckpointSet, stage: int) -> Part:
-    for rank in range(found.ranks):
-        if str(stage) in found.index(rank).meta["stages"]:
-            return found.read_rank(rank)
-    raise CheckpointError(f"{found.path}: no rank file holds stage {stage}")
 
 
 def _fill(runner: StageRunner, flat: Tensor, part: Part, folder: str, found: CheckpointSet) -> None:

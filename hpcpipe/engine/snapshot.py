@@ -7,12 +7,17 @@ and which parts of it there are. Copies into buffers that are reused from cut to
     stages/<s>/versions/<v>/<layer>/<p>         live versions older than the newest
     stages/<s>/predictions/<j>/<layer>/<p>      weights that F(j) of a minibatch in flight ran on
     stages/<s>/inflight/<j>/inputs/<i>, /buffers/<layer>/<b>
+    stages/<s>/replicas/<q>/buffers/<layer>/<b> the own buffers of one of several replicas
+
+What replicas of a stage hold alike is dealt out to them by layer, so that each array is written once: layers and
+older versions. Buffers differ between replicas: those under `layers` are averages. Each replica writes what it has
+in flight.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,44 +26,75 @@ import torch
 from torch import Tensor
 
 from hpcpipe.engine.runner import StageRunner
-from hpcpipe.schedule import Role
+from hpcpipe.engine.stage import Stage
+from hpcpipe.schedule import Place, Role, cut_at
 
 Array = npt.NDArray[Any]
 
 
 def named_state(runner: StageRunner) -> Iterator[tuple[str, Tensor]]:
-    """(path, tensor) of everything that `runner`'s stage must store at the cut it has just reached."""
+    """(path, tensor) of everything that `runner` must store at the cut that its stage has just reached.
+
+    All replicas of a stage call it at the same cut, because it averages their buffers.
+    """
     weights, stage = runner.weights, runner.stage
-    place = f"stages/{stage.index}"
-    for name, tensor in _of_layers(runner, weights.layout.views(weights.master), "parameters"):
-        yield name, tensor
+    place, replicas = f"stages/{stage.index}", _replicas(runner)
+    share = stage.names[runner.place.replica :: replicas]
+    yield from _of_layers(stage, weights.layout.views(weights.master), "parameters", share)
     trained = {slot.name for slot in weights.layout.slots}
-    for name, parameter in stage.named_parameters():
-        if name not in trained:
-            layer, own = stage.split_name(name)
-            yield f"layers/{layer}/parameters/{own}", parameter
+    fixed = {name: parameter for name, parameter in stage.named_parameters() if name not in trained}
+    yield from _of_layers(stage, fixed, "parameters", share)
     for state, flat in weights.state.items():
-        yield from _of_layers(runner, weights.layout.views(flat), f"optimizer/{state}")
-    yield from _of_layers(runner, runner.buffers, "buffers")
-    coming = runner.in_flight.get((weights.newest, 0))
-    before = None if coming is None else coming.buffers_before
-    yield from _of_layers(runner, runner.buffers if before is None else before, "buffers_next")
+        yield from _of_layers(stage, weights.layout.views(flat), f"optimizer/{state}", share)
+    yield from _of_layers(stage, runner.averaged(runner.buffers), "buffers", share)
+    yield from _of_layers(stage, runner.averaged(_buffers_next(runner)), "buffers_next", share)
+    if replicas > 1:
+        yield from _below(stage, own_buffers(runner.place), runner.buffers)
     for version, buffer in weights.versions.items():
         if version != weights.newest:
-            yield from _below(runner, f"{place}/versions/{version}", weights.layout.views(buffer.flat))
+            views = weights.layout.views(buffer.flat)
+            yield from _below(stage, f"{place}/versions/{version}", views, _share_of_version(runner, version))
     for (minibatch, _), flight in runner.in_flight.items():
         kept = weights.apart(Role.FORWARD, minibatch)
         if kept is not None:
-            yield from _below(runner, f"{place}/predictions/{minibatch}", weights.layout.views(kept.flat))
+            yield from _below(stage, f"{place}/predictions/{minibatch}", weights.layout.views(kept.flat))
         for i, tensor in enumerate(flight.forward.inputs):
             yield f"{place}/inflight/{minibatch}/inputs/{i}", tensor
-        yield from _below(runner, f"{place}/inflight/{minibatch}/buffers", flight.buffers_before or {})
+        yield from _below(stage, f"{place}/inflight/{minibatch}/buffers", flight.buffers_before or {})
+
+
+def own_buffers(place: Place) -> str:
+    """The folder of a replica's own buffers."""
+    return f"stages/{place.stage}/replicas/{place.replica}/buffers"
+
+
+def _replicas(runner: StageRunner) -> int:
+    return runner.program.schedule.replicas_of(runner.stage.index)
+
+
+def _share_of_version(runner: StageRunner, version: int) -> Collection[str]:
+    """The layers of an older version that this replica writes."""
+    schedule, (stage, replica), replicas = runner.program.schedule, runner.place, _replicas(runner)
+    cut = runner.weights.newest - 1
+    # A replica without a minibatch in a short last round lets go of a version that others still read.
+    holders = [q for q in range(replicas) if replicas == 1 or version in cut_at(schedule, stage, cut, q).versions]
+    return runner.stage.names[holders.index(replica) :: len(holders)]
+
+
+def _buffers_next(runner: StageRunner) -> Mapping[str, Tensor]:
+    """The buffers without what the minibatches in flight did to them: another plan runs those forwards again."""
+    oldest = min(runner.in_flight, default=None)
+    before = None if oldest is None else runner.in_flight[oldest].buffers_before
+    return runner.buffers if before is None else before
 
 
 def stage_meta(runner: StageRunner) -> dict[str, Any]:
-    """What the tree cannot say: layers, versions and minibatches in flight, and which inputs want gradients."""
+    """What the tree cannot say: whose it is, updates, versions, what is in flight, which inputs want gradients."""
     return {
         "layers": list(runner.stage.names),
+        "replica": runner.place.replica,
+        "replicas": _replicas(runner),
+        "updates": runner.weights.updates,
         "versions": sorted(runner.weights.versions),
         "in_flight": {
             str(minibatch): [tensor.requires_grad for tensor in flight.forward.inputs]
@@ -67,16 +103,22 @@ def stage_meta(runner: StageRunner) -> dict[str, Any]:
     }
 
 
-def _of_layers(runner: StageRunner, tensors: Mapping[str, Tensor], part: str) -> Iterator[tuple[str, Tensor]]:
+def _of_layers(
+    stage: Stage, tensors: Mapping[str, Tensor], part: str, layers: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
-        layer, own = runner.stage.split_name(name)
-        yield f"layers/{layer}/{part}/{own}", tensor
+        layer, own = stage.split_name(name)
+        if layer in layers:
+            yield f"layers/{layer}/{part}/{own}", tensor
 
 
-def _below(runner: StageRunner, folder: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _below(
+    stage: Stage, folder: str, tensors: Mapping[str, Tensor], layers: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
-        layer, own = runner.stage.split_name(name)
-        yield f"{folder}/{layer}/{own}", tensor
+        layer, own = stage.split_name(name)
+        if layers is None or layer in layers:
+            yield f"{folder}/{layer}/{own}", tensor
 
 
 class HostCopies:

@@ -1,9 +1,10 @@
 """When to cut, when to stop, and the control words by which all ranks come to the same answer.
 
-A cut is "after U(k) on every stage". Cuts at a fixed interval are known to all. Any other cut is decided by the
-rank of stage 0 when it is about to run F(k), and k then rides with the activations; a request (a signal, a STOP
-file) reaches stage 0 riding on the gradients. No collective, no stop: with N stages a request is obeyed after at
-most 2N minibatches.
+A cut is "after U(k) on every stage", for a k at which every stage ends a round. Cuts at a fixed interval are known
+to all. Any other cut is decided by the first replica of stage 0 when it is about to run F(j): k is the first such
+minibatch from j on, and rides with the activations. A request (a signal, a STOP file) reaches that replica riding
+on the gradients, and what one replica of a stage knows the others hear before each update. No collective of all
+ranks, no stop: with R ranks a request is obeyed after at most 2R minibatches and one common round of all stages.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from hpcpipe.schedule import Schedule, warm_up_of
 
 _NOTHING = 0
 
@@ -33,29 +36,31 @@ class CutMark:
 
 
 class Steering:
-    """The cuts of one rank's run.
+    """The cuts of one rank's run of `schedule`.
 
-    `every` minibatches there is a cut (0: none), and every `seconds` if given (None: never; a function so that
-    the interval may follow the measured cost of a write). `last` is the run's last minibatch. Where the pipeline
-    is drained for a cut, only the ends of the stretches of `drain_every` minibatches are legal cuts. `asked` is
-    looked at by stage 0 before each forward, for requests that come from outside the job (a STOP file).
+    Every `every` minibatches there is a cut (0: none), and every `seconds` if given (None: never; a function so
+    that the interval may follow the measured cost of a write), in each case at the first legal one from there on.
+    Where the pipeline is drained for cuts, only the ends of its stretches are legal. `asked` is looked at by the
+    first replica of stage 0 before each forward, for requests that come from outside the job (a STOP file).
     """
 
     def __init__(
         self,
+        schedule: Schedule,
         *,
         every: int,
-        last: int,
-        drain_every: int = 0,
         asked: Callable[[], bool] = lambda: False,
         seconds: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.requested = False
         self.stop_after: int | None = None
+        self._schedule = schedule
         self._every = every
-        self._last = last
-        self._drain_every = drain_every
+        self._last = schedule.minibatches - 1
+        # While the pipeline fills, the other replicas of stage 0 go forward without hearing of a decision.
+        replicas = schedule.replicas_of(0)
+        self._unheard = replicas * warm_up_of(schedule, 0) if replicas > 1 else 0
         self._asked = asked
         self._seconds = seconds
         self._clock = clock
@@ -68,11 +73,8 @@ class Steering:
         self.requested = True
 
     def decide(self, minibatch: int) -> None:
-        """At stage 0, before F(minibatch): cut behind it if someone asked or time is up."""
-        cut = minibatch
-        if self._drain_every:
-            cut += self._drain_every - 1 - minibatch % self._drain_every
-        if self._marks or cut >= self._last:
+        """At the first replica of stage 0, before F(minibatch): cut behind it if someone asked or time is up."""
+        if self._marks or (cut := self._first_legal(minibatch)) >= self._last:
             return
         self.requested = self.requested or self._asked()
         interval = self._seconds()
@@ -89,24 +91,24 @@ class Steering:
         return int(self.requested)
 
     def arrived_with_activation(self, word: int) -> None:
-        """Take over a mark that came with an activation."""
+        """Take over a mark that came with an activation, or from another replica of the stage."""
         mark = CutMark.from_word(word)
         if mark is not None and mark.minibatch > self._newest_passed:
             self._adopt(mark)
 
     def arrived_with_gradient(self, word: int) -> None:
-        """Take over a request that came with a gradient."""
+        """Take over a request that came with a gradient, or from another replica of the stage."""
         if word:
             self.requested = True
 
     def cuts_at(self, minibatch: int) -> bool:
         """Whether there is a cut after U(minibatch); the run's end is one."""
-        regular = self._every > 0 and (minibatch + 1) % self._every == 0
+        regular = self._every > 0 and self._schedule.due(self._every, minibatch)
         return regular or minibatch in self._marks or minibatch == self._last
 
     def cut_between(self, oldest: int, minibatch: int) -> bool:
-        """Whether a known cut will find `minibatch` in flight at a stage whose next update is U(oldest)."""
-        if self._every and oldest // self._every < minibatch // self._every:
+        """Whether a known cut will find `minibatch` in flight at a stage whose newest version is `oldest`."""
+        if self._every and self._next_regular(oldest) < minibatch:
             return True
         return any(oldest <= mark < minibatch for mark in self._marks)
 
@@ -115,6 +117,24 @@ class Steering:
         self._previous = self._clock()
         self._newest_passed = minibatch
         self._marks.pop(minibatch, None)
+
+    def _first_legal(self, minibatch: int) -> int:
+        """The first cut from F(minibatch) on of which every rank hears in time."""
+        first, last = self._schedule.segment(minibatch)
+        if self._schedule.drain_every:
+            return last - 1
+        return self._schedule.next_boundary(min(max(minibatch, first + self._unheard), last - 1))
+
+    def _next_regular(self, oldest: int) -> int:
+        """The first cut of the fixed interval that is at or behind U(oldest); beyond the end if there is none."""
+        multiple = (oldest // self._every + 1) * self._every - 1
+        if multiple >= self._schedule.minibatches:
+            multiple = self._schedule.minibatches
+        else:
+            multiple = self._schedule.next_boundary(multiple)
+        # A multiple before `oldest` may have been put off to a boundary behind it.
+        put_off = self._schedule.next_boundary(oldest)
+        return put_off if self._schedule.due(self._every, put_off) else multiple
 
     def _adopt(self, mark: CutMark) -> None:
         self._marks[mark.minibatch] = mark

@@ -56,7 +56,8 @@ class Substitution:
             return _Place(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if self._derived is not None:
             self._derived.note_saved(tensor)
-        return _Kept(tensor, tensor._version)
+        # A tensor that knows its graph would keep itself alive where its backward never runs, as after a stop.
+        return _Kept(tensor.detach(), tensor._version)
 
     def _unpack(self, packed: _Place | _Kept) -> Tensor:
         if isinstance(packed, _Kept):

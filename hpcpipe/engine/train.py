@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,11 @@ from hpcpipe.datasets.build import build_dataset
 from hpcpipe.datasets.protocol import Dataset
 from hpcpipe.engine import restore
 from hpcpipe.engine.assemble import build_runners, connect, lay_out, learning_rate
+from hpcpipe.engine.autoplan import PLAN_NAME, auto_plan
 from hpcpipe.engine.checkpoints import Checkpoints
 from hpcpipe.engine.loop import Ending, Engine, NoRecord
 from hpcpipe.engine.plan import Plan
+from hpcpipe.engine.planned import plan_named, remarks
 from hpcpipe.engine.report import announce, rank_summary, summarise
 from hpcpipe.engine.resources import choose_device, set_threads
 from hpcpipe.engine.runner import StageRunner
@@ -36,7 +38,8 @@ from hpcpipe.observe.activity import Activity
 from hpcpipe.observe.metrics import MetricsFile
 from hpcpipe.observe.progress import Progress, say
 from hpcpipe.observe.record import RunRecord
-from hpcpipe.schedule import Action, Schedule, rank_actions
+from hpcpipe.planning.plan_file import PlanFile, save_plan
+from hpcpipe.schedule import Action, Place, Schedule, rank_actions
 from hpcpipe.transport.cuda import detect
 from hpcpipe.transport.transport import Transport
 from hpcpipe.transport.wait import Waiter
@@ -86,14 +89,17 @@ class _Job:
         world.waiter = self._waiter
 
     def run(self) -> int:
-        data, specs, plan, schedule = self._prepare()
+        with self._world.together("looking at the folder of the run"):
+            if self._world.rank == 0 and self._options.resume is None and not self._options.overwrite:
+                restore.refuse_to_overwrite(self._directory)
+        data, specs, plan, schedule, notes = self._prepare()
         resume = self._choose_start(plan, schedule)
         if resume is not None:
             schedule = replace(schedule, first=resume.first)
-        stages = plan.stages_of(self._world.rank)
-        self._waiter.describe = lambda: "stage " + ", ".join(str(stage) for stage in stages)
-        transport, notes = self._transport(plan)
-        steering, checkpoints = self._checkpointing(plan, schedule, len(stages))
+        places = plan.places_of(self._world.rank)
+        self._waiter.describe = lambda: _named(places)
+        transport, transport_notes = self._transport(plan)
+        steering, checkpoints = self._checkpointing(plan, schedule, len(places))
         checkpoints.committed = None if resume is None else resume.step
         on_signals(self._config.run.stop_signals, steering.request)
         with self._world.together("building the stages"):
@@ -101,13 +107,13 @@ class _Job:
                 self._config,
                 plan=plan,
                 specs=specs,
-                stages=stages,
+                places=places,
                 schedule=schedule,
                 data=data,
                 steering=steering,
                 device=self._device,
             )
-            notes += build_notes
+            notes += [*transport_notes, *build_notes]
         connect(self._config, runners, transport, plan=plan, schedule=schedule, data=data)
         with self._world.together("loading the weights"):
             resends = self._load(runners, resume, schedule)
@@ -138,9 +144,12 @@ class _Job:
             for resend in resends:
                 runners[resend.stage].send_activation(resend)
             trained_from = time.perf_counter()
-            ending = engine.run(rank_actions(schedule, stages, after=self._resume_after(resume)))
+            ending = engine.run(rank_actions(schedule, places, after=self._resume_after(resume)))
             trained_s = time.perf_counter() - trained_from
             transport.finish(discard=ending.stopped)
+            for runner in runners.values():
+                # Graphs that a stop has left hold on to the weights, out of reach of Python's collector.
+                runner.in_flight.clear()
             committed = checkpoints.finish()
         mine = rank_summary(self._world, self._device, plan, runners, transport, activity, record, trained_s)
         summary = {
@@ -157,13 +166,30 @@ class _Job:
 
     # -- before training --
 
-    def _prepare(self) -> tuple[Dataset, list[LayerSpec], Plan, Schedule]:
-        """Data, model and plan: the same on every rank, so what is wrong with them is said once."""
+    def _prepare(self) -> tuple[Dataset, list[LayerSpec], Plan, Schedule, list[str]]:
+        """Data, model and plan: the same on every rank, so what is wrong with them is said once; and remarks."""
         config = self._config
-        with self._world.together("preparing data and model"), _naming(self._options.run_file):
+        with self._world.together("preparing the data"), _naming(self._options.run_file):
             data = build_dataset(config.data, config.run.seed)
-            specs, plan, schedule = lay_out(config, data, self._world.size)
-        return data, specs, plan, schedule
+        file = self._plan_file(data)
+        with self._world.together("preparing model and plan"), _naming(self._options.run_file):
+            specs, plan, schedule = lay_out(config, data, self._world.size, file)
+        return data, specs, plan, schedule, [] if file is None else remarks(file, config, self._device)
+
+    def _plan_file(self, data: Dataset) -> PlanFile | None:
+        """The plan to train by; None where [pipeline] itself says how to split."""
+        chosen = self._config.pipeline.plan
+        if chosen is None:
+            return None
+        if chosen != "auto":
+            return plan_named(chosen, self._world)
+        resuming = self._options.resume is not None
+        file = auto_plan(self._config, self._world, data, device=self._device, resuming=resuming, say=self._say)
+        with self._world.together("keeping the plan"):
+            if self._world.rank == 0:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                save_plan(file, self._directory / PLAN_NAME)
+        return file
 
     def _choose_start(self, plan: Plan, schedule: Schedule) -> restore.Resume | None:
         """Rank 0 looks for a checkpoint; everybody hears what was found."""
@@ -174,8 +200,6 @@ class _Job:
                 found = restore.find_checkpoint(self._options.resume, self._directory, self._say)
                 if found is None:
                     self._say("no checkpoint to resume from: starting at step 0")
-            elif not self._options.overwrite:
-                restore.refuse_to_overwrite(self._directory)
             if found is not None:
                 resume = restore.decide(found, plan, schedule, self._config)
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -196,20 +220,21 @@ class _Job:
         transport = Transport(
             self._world,
             self._waiter,
-            rank_of_stage=plan.rank_of_stage,
+            ranks_of_stage=plan.ranks_of_stage,
             device=self._device,
             cuda_aware=aware,
             chunk_bytes=settings.chunk_bytes,
         )
         return transport, notes
 
-    def _checkpointing(self, plan: Plan, schedule: Schedule, stages: int) -> tuple[Steering, Checkpoints]:
+    def _checkpointing(self, plan: Plan, schedule: Schedule, places: int) -> tuple[Steering, Checkpoints]:
         settings = self._config.checkpoint
         meta = {
             "fingerprint": plan.fingerprint,
             "first": schedule.first,
             "identity": restore.identity(plan, schedule, self._config),
             "minibatches": schedule.minibatches,
+            "ranks": plan.ranks_of_stage,
             "config": self._config.to_toml(),
             "hpcpipe": hpcpipe.__version__,
             "torch": torch.__version__,
@@ -220,7 +245,7 @@ class _Job:
             self._directory / "checkpoints",
             world=self._world,
             waiter=self._waiter,
-            stages=stages,
+            places=places,
             meta=meta,
             keep_last=settings.keep_last,
             keep_every=settings.keep_every or None,
@@ -233,9 +258,8 @@ class _Job:
             return None if settings.minutes is None else settings.minutes * 60
 
         steering = Steering(
+            schedule,
             every=settings.every,
-            last=schedule.minibatches - 1,
-            drain_every=schedule.drain_every,
             asked=stop_file(self._directory),
             seconds=interval,
         )
@@ -266,8 +290,8 @@ class _Job:
     def _recording(
         self, plan: Plan, schedule: Schedule, resume: restore.Resume | None, data: Dataset
     ) -> Iterator[RunRecord | None]:
-        """The one writer of metrics, on the rank of the last stage; None on the others."""
-        if plan.rank_of_stage[-1] != self._world.rank:
+        """The one writer of metrics, on the rank of the last stage's first replica; None on the others."""
+        if plan.recording_rank != self._world.rank:
             yield None
             return
         start = 0 if resume is None else resume.step
@@ -312,6 +336,13 @@ class _Job:
     def _say(self, line: str) -> None:
         if self._config.run.progress != "off":
             say(line)
+
+
+def _named(places: Sequence[Place]) -> str:
+    """What a rank owns, in words."""
+    if len(places) == 1:
+        return str(places[0])
+    return "stage " + ", ".join(str(place.stage) for place in places)
 
 
 @contextmanager

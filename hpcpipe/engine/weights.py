@@ -1,15 +1,17 @@
 """The weights of one stage in all their versions, and the weights predicted from them.
 
-An update reads version t and writes version t+1 into another buffer; the old one is the stash, and goes back to
-a pool when its last reader is done (PipeDream, SOSP'19, section 3.3, without a copy). Predictions live in buffers
-of their own, so the true weights are never touched by one. In the steady state nothing is allocated.
+An update reads the newest version and writes the next into another buffer; the old one is the stash, and goes back
+to a pool when its last reader is done (PipeDream, SOSP'19, section 3.3, without a copy). Version v holds the
+updates of all minibatches below v; where replicas share an update, it is that of several. Predictions live in
+buffers of their own, so the true weights are never touched by one. In the steady state nothing is allocated.
 
 With bfloat16 weights the versions are bfloat16 copies of float32 master weights, which only the update reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from hpcpipe.engine.horizon import Horizon
 from hpcpipe.optim.flat import FlatLayout
 from hpcpipe.optim.rules import Output, UpdateRule
 from hpcpipe.schedule import Prediction, Role
+
+GradientHook = Callable[[int, Tensor | None], Tensor | None]
+"""Given (index of the slot, its gradient or None), what to put in the gradient's place; None leaves it."""
 
 
 class WeightBuffer:
@@ -32,6 +37,11 @@ class WeightBuffer:
         self.leaves = {name: view.detach().requires_grad_() for name, view in layout.views(self.flat).items()}
         self.pointer = self.flat.untyped_storage().data_ptr()
 
+    def watch(self, hook: GradientHook) -> None:
+        """Have `hook` called for each gradient of a backward pass as soon as it is complete."""
+        for index, leaf in enumerate(self.leaves.values()):
+            leaf.register_hook(partial(hook, index))  # type: ignore[no-untyped-call]
+
     @property
     def bytes(self) -> int:
         """Size of the buffer in bytes."""
@@ -41,7 +51,8 @@ class WeightBuffer:
 class WeightStore:
     """Versions, predictions and optimizer state of one stage.
 
-    `dtype` is what the passes compute in; the update's own arithmetic is in `layout.dtype`.
+    `dtype` is what the passes compute in; the update's own arithmetic is in `layout.dtype`. `newest` is the newest
+    version and `updates` the number of updates that made it, which is less where several minibatches share one.
     """
 
     def __init__(
@@ -54,17 +65,19 @@ class WeightStore:
         dtype: torch.dtype,
     ) -> None:
         self.layout = layout
+        self.dtype = dtype
         self.newest = 0
+        self.updates = 0
         self.peak_versions = 1
         self.versions: dict[int, WeightBuffer] = {}
         self.state = {name: layout.allocate(device) for name in rule.state_names}
         self._rule = rule
         self._horizon = horizon
         self._device = device
-        self._dtype = dtype
         self._pool: list[WeightBuffer] = []
         self._apart: dict[tuple[Role, int], WeightBuffer] = {}
         self._allocated = 0
+        self._hook: GradientHook | None = None
         self._masters = None if dtype == layout.dtype else layout.allocate(device)
         self.versions[0] = self._take()
 
@@ -83,15 +96,23 @@ class WeightStore:
         extra = list(self.state.values()) + ([] if self._masters is None else [self._masters])
         return self._allocated + sum(t.numel() * t.element_size() for t in extra)
 
-    def start_from(self, newest: int, named: Mapping[str, Tensor]) -> None:
-        """Make `named` the true weights, as version `newest` and the only one."""
+    def start_from(self, newest: int, named: Mapping[str, Tensor], *, updates: int) -> None:
+        """Make `named` the true weights, as version `newest` and the only one; `updates` have been made."""
         self.versions = {newest: self.versions.pop(self.newest)}
         self.newest = newest
+        self.updates = updates
         with torch.no_grad():
             for name, view in self.layout.views(self.master).items():
                 view.copy_(named[name])
             if self._masters is not None:
                 self.versions[newest].flat.copy_(self._masters)
+
+    def watch_gradients(self, hook: GradientHook) -> None:
+        """Have `hook` called for each gradient of every backward pass as soon as it is complete."""
+        self._hook = hook
+        buffers = (*self.versions.values(), *self._apart.values(), *self._pool)
+        for buffer in {id(buffer): buffer for buffer in buffers}.values():
+            buffer.watch(hook)
 
     def add_version(self, version: int) -> WeightBuffer:
         """A buffer for an older version, to be filled by the caller (a resumed run's stash)."""
@@ -133,11 +154,14 @@ class WeightStore:
         *,
         grad_scale: float = 1.0,
     ) -> None:
-        """U(minibatch): make version minibatch+1 and, in the same pass over memory, `predictions` from it."""
+        """U(minibatch): make version minibatch+1 and, in the same pass over memory, `predictions` from it.
+
+        `gradients` times `grad_scale` are those of all minibatches from the newest version on, one per slot.
+        """
         following = self._take()
         outputs = self._outputs(predictions)
         if self._masters is None:
-            weights, next_weights = self.versions[minibatch].flat, following.flat
+            weights, next_weights = self.versions[self.newest].flat, following.flat
         else:
             weights = next_weights = self._masters
             outputs = [self._copy_into(following), *outputs]
@@ -146,19 +170,20 @@ class WeightStore:
             weights=weights,
             next_weights=next_weights,
             state=self.state,
-            step=minibatch,
+            step=self.updates,
             learning_rates=self._horizon.learning_rates(minibatch),
             grad_scale=grad_scale,
             outputs=outputs,
         )
         self.newest = minibatch + 1
+        self.updates += 1
         self.versions[self.newest] = following
         self.peak_versions = max(self.peak_versions, len(self.versions))
 
     def predict(self, predictions: Sequence[Prediction]) -> None:
         """Make predictions from the newest version without an update."""
         self._rule.predict(
-            weights=self.master, state=self.state, step=self.newest, outputs=self._outputs(predictions)
+            weights=self.master, state=self.state, step=self.updates, outputs=self._outputs(predictions)
         )
 
     def release(self, versions: Sequence[int]) -> None:
@@ -192,6 +217,8 @@ class WeightStore:
     def _take(self) -> WeightBuffer:
         if self._pool:
             return self._pool.pop()
-        buffer = WeightBuffer(self.layout, self._device, self._dtype)
+        buffer = WeightBuffer(self.layout, self._device, self.dtype)
         self._allocated += buffer.bytes
+        if self._hook is not None:
+            buffer.watch(self._hook)
         return buffer

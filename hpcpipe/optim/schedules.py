@@ -1,12 +1,13 @@
-"""The learning rate as a pure function of the update index.
+"""The learning rate as a pure function of the minibatch whose update it is for.
 
 It holds no counter, so that prediction can ask for coming rates and a restart needs nothing but the index. An
-optional linear warm-up comes first; the decay then runs over the updates that are left.
+optional linear warm-up comes first; the decay then runs over the minibatches that are left.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,6 +21,8 @@ ScheduleName = Literal["constant", "step", "cosine", "linear"]
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """Learning rate of update `index` (0-based): `LearningRate(base=0.1, schedule="cosine", total=1000)(17)`.
+
+    An update is numbered by its minibatch, or by the last one where several share it.
 
     With i = index - warmup and n = total - warmup:
     constant: base; step: base · gamma^⌊i/every⌋; cosine: minimum + (base - minimum) · (1 + cos(π·i/n))/2;
@@ -86,6 +89,6 @@ class LearningRate:
             return self.base * (1.0 + (self.end_factor - 1.0) * part)
         return self.base
 
-    def coming(self, index: int, count: int) -> tuple[float, ...]:
-        """Return the rates of updates index, …, index + count - 1, as prediction needs them."""
-        return tuple(self(i) for i in range(index, index + count))
+    def coming(self, updates: Iterable[int]) -> tuple[float, ...]:
+        """Return the rates of these updates, as prediction needs those of the next ones."""
+        return tuple(self(index) for index in updates)

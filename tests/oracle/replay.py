@@ -79,9 +79,12 @@ class Recurrence:
         return self.made[stage] + self.round(stage, j)
 
     def aim(self, stage: int, j: int) -> int:
+        own = self.round(stage, j)
         if self.target != "round_trip":
-            return self.made[stage] + self.round(stage, j)
-        return self.made[stage] + updates_before_return(self._ticks, stage, j - self.first, self.replicas)
+            return self.made[stage] + own
+        # B(j) may start at stage 0 in the very tick in which the update before it ends there.
+        returned = updates_before_return(self._ticks, stage, j - self.first, self.replicas)
+        return self.made[stage] + max(own, returned)
 
     def forward_distance(self, stage: int, j: int) -> int:
         return self.aim(stage, j) - self.forward_version(stage, j) if self.policy == "spectrain" else 0

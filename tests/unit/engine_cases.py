@@ -33,11 +33,13 @@ def store_of(stage: Stage, *, momentum: float = 0.9, lr: float = 0.1, target: st
     store = WeightStore(
         layout,
         rule=rule,
-        horizon=Horizon(LearningRate(base=lr), target=target, momentum=momentum),
+        horizon=Horizon(
+            LearningRate(base=lr), target=target, momentum=momentum, updates_from=lambda v, d: range(v, v + d)
+        ),
         device=CPU,
         dtype=torch.float32,
     )
-    store.start_from(0, {name: p.detach() for name, p in trained})
+    store.start_from(0, {name: p.detach() for name, p in trained}, updates=0)
     return store
 
 

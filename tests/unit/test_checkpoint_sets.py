@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpcpipe.checkpoint.describe import describe
 from hpcpipe.checkpoint.layout import COMMIT_NAME, FileReport, new_set_directory, rank_name
 from hpcpipe.checkpoint.record import commit, read_record
 from hpcpipe.checkpoint.sets import choose, find_sets, locate, newest_valid, open_set
@@ -47,6 +48,62 @@ def test_a_set_gives_back_ranks_layers_and_meta(tmp_path: Path) -> None:
     head = found.read_layer("head")
     assert same_tree(head.tree, {p.removeprefix("layers/head/"): a for p, a in trees[1].items() if "layers/" in p})
     assert head.bf16 == {"parameters/half"}
+
+
+def _flip_byte_of(directory: Path, rank: int, path: str) -> None:
+    """Damage one byte of one array of a rank file."""
+    entry = open_set(directory).index(rank).entries[path]
+    with open(directory / rank_name(rank), "r+b") as file:
+        file.seek(entry.offset)
+        byte = file.read(1)[0]
+        file.seek(entry.offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_arrays_are_read_from_whichever_of_the_files_has_each(tmp_path: Path) -> None:
+    half = "layers/b/parameters/half"
+    trees = [layer_tree("a"), layer_tree("b") | {half: np.arange(4, dtype=np.uint16)}, layer_tree("c")]
+    found = open_set(write_set(tmp_path, 1, trees, bf16=[half]))
+
+    part = found.read_paths(lambda path: "/parameters/" in path, [1, 0])
+
+    assert same_tree(
+        part.tree, {path: array for tree in trees[:2] for path, array in tree.items() if "/parameters/" in path}
+    )
+    assert part.bf16 == {half}
+
+
+def test_an_array_is_read_without_the_rest_of_its_file(tmp_path: Path) -> None:
+    directory = write_set(tmp_path, 1, [layer_tree("ab")])
+    _flip_byte_of(directory, 0, "layers/a/parameters/weight")
+
+    part = open_set(directory).read_paths(lambda path: path.startswith("layers/b/"), [0])
+    assert same_tree(part.tree, layer_tree("b"))
+
+    with pytest.raises(CheckpointError, match="dataset 'layers/a/parameters/weight' fails its CRC-32"):
+        open_set(directory).read_paths(lambda path: path.startswith("layers/a/"), [0])
+
+
+def test_a_set_is_verified_when_every_file_of_it_is(tmp_path: Path) -> None:
+    found = open_set(write_set(tmp_path, 1, [layer_tree("a"), layer_tree("b")]))
+
+    found.read_rank(1)
+    assert not found.verified
+
+    assert found.faults() == []
+    assert found.verified
+
+
+def test_staleness_counts_updates_of_several_minibatches_where_a_stage_is_replicated(tmp_path: Path) -> None:
+    directory = new_set_directory(tmp_path, 10)
+    tree = {f"stages/0/versions/{version}/a/w": np.ones(1) for version in (3, 6)}
+    report = write_rank_file(directory, 0, tree, {"stages": {"0": {"replicas": 3}}})
+    commit(directory, [report], {})
+
+    _, (stage,) = describe(open_set(directory))
+
+    # Updates behind minibatches 5, 8 and, in a short round, 9.
+    assert stage.staleness(10) == 3
 
 
 def test_what_a_set_does_not_hold_is_an_error_that_names_it(tmp_path: Path) -> None:

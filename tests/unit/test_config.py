@@ -54,6 +54,7 @@ batch = 8
 [pipeline]
 policy = "stash"
 balance = [1, 2]
+replicas = [2, 1]
 [optimizer]
 name = "adamw"
 lr = 1e-5
@@ -169,8 +170,21 @@ def test_a_configuration_cannot_be_changed() -> None:
 
 def test_prediction_without_momentum_is_fine_where_nothing_is_predicted() -> None:
     still = {"optimizer": {"lr": 0.1, "momentum": 0.0}}
-    for pipeline in ({"policy": "stash"}, {"schedule": "gpipe"}, {"stages": 1}):
+    for pipeline in ({"policy": "stash"}, {"schedule": "gpipe"}, {"stages": 1}, {"replicas": [4]}):
         assert parse_run(MINIMAL | still | {"pipeline": pipeline}).optimizer.lr == 0.1
+
+
+def test_replicas_decide_the_number_of_stages() -> None:
+    config = parse_run(MINIMAL, overrides=["pipeline.replicas=[3,1]", "pipeline.balance=[2,2]"])
+
+    assert config.pipeline.replicas == (3, 1)
+    assert config.pipeline.stage_count == 2
+    assert parse_run(MINIMAL).pipeline.stage_count is None
+
+
+@pytest.mark.parametrize("size", ["40GiB", "1.5 GB", "512MB", "900kB", "2TiB"])
+def test_a_memory_limit_is_a_size_with_its_unit(size: str) -> None:
+    assert parse_run(MINIMAL | {"pipeline": {"plan": "auto", "memory_limit": size}}).pipeline.memory_limit == size
 
 
 def test_the_first_group_whose_pattern_fits_takes_a_parameter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcpipe.config import RunConfig
+from hpcpipe.config.model import MlpModel
+from hpcpipe.config.sections import LossConfig
+from hpcpipe.engine.objective import Evaluation, Losses, Objective, mean_loss
+from hpcpipe.models.loss import make_loss, make_metrics
 from tests.oracle.cases import MLP, case, laid_over
 from tests.oracle.data import IGNORED, Numbered, margin_loss
 from tests.oracle.parts import parts_of
@@ -121,6 +126,35 @@ def test_metrics_of_the_users_own_are_gathered_over_batches_of_unequal_size(tmp_
     hits = (scores.topk(2, dim=-1).indices == targets[:, None]).any(dim=-1)
     assert outcome.evaluations[17]["second_choice"] == pytest.approx(float(hits.float().mean()))
     assert outcome.evaluations[17]["largest_score"] == pytest.approx(float(scores.max(-1).values.mean()), rel=1e-5)
+
+
+def test_the_sums_of_an_evaluation_add_up_to_those_of_all_batches() -> None:
+    objective = Objective(
+        make_loss(LossConfig()), make_metrics(LossConfig(metrics=("accuracy", "perplexity")), MlpModel(name="mlp"))
+    )
+    batches = [
+        (torch.randn(rows, 5, generator=torch.Generator().manual_seed(rows)), torch.arange(rows) % 5)
+        for rows in (4, 7, 3)
+    ]
+    whole, parts = Evaluation(objective), [Evaluation(objective) for _ in range(3)]
+    for i, (scores, targets) in enumerate(batches):
+        whole.add((scores,), targets)
+        parts[i % 2].add((scores,), targets)
+
+    joined = Evaluation(objective)
+    joined.sums = [sum(alike) for alike in zip(*(part.sums for part in parts), strict=True)]
+
+    assert joined.figures() == pytest.approx(whole.figures(), rel=1e-12)
+    assert math.isnan(parts[2].figures()["loss"])
+
+
+def test_losses_are_weighted_by_their_targets_and_taken_once() -> None:
+    losses = Losses()
+    losses.parts += [(torch.tensor(2.0), 3), (torch.tensor(4.0), 1)]
+
+    assert mean_loss(*losses.take()) == 2.5
+    assert losses.take() == (0.0, 0.0)
+    assert mean_loss(0.0, 0.0) == 0.0
 
 
 def test_an_evaluation_sees_the_weights_of_its_own_step_while_others_are_in_flight(tmp_path: Path) -> None:

@@ -209,6 +209,23 @@ def test_an_older_checkpoint_of_the_same_folder_is_not_resumed_under_newer_ones(
         _run(config, resume=str(_cut(tmp_path / "run", EVERY)))
 
 
+def test_a_checkpoint_named_by_its_path_is_refused_if_any_byte_of_it_is_damaged(tmp_path: Path) -> None:
+    _run(_config(tmp_path / "run", **{**CASES["stash"], "run": {"max_steps": 9}}))
+    chosen = _cut(tmp_path / "run", EVERY)
+    # What another plan would begin with is read by no rank of this one.
+    unread = next(e for path, e in open_set(chosen).index(0).entries.items() if "/buffers_next/" in path)
+    with open(chosen / "rank-00000.h5", "r+b") as file:
+        file.seek(unread.offset)
+        byte = file.read(1)[0]
+        file.seek(unread.offset)
+        file.write(bytes([byte ^ 1]))
+
+    with pytest.raises(
+        CheckpointError, match=r"rank-00000.h5: fails its CRC-32 in dataset 'layers/.*/buffers_next/"
+    ):
+        _run(_config(tmp_path / "other", **CASES["stash"]), resume=str(chosen))
+
+
 def test_a_run_starts_from_the_weights_of_a_safetensors_file_or_a_checkpoint(tmp_path: Path) -> None:
     _run(_config(tmp_path / "first", **CASES["stash"]))
     weights = tmp_path / "weights.safetensors"

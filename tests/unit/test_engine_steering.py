@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcpipe.engine.steering import CutMark, Steering
+from hpcpipe.schedule import Action, Op, Place, Schedule, rank_actions
+
+
+def steering_of(
+    last: int,
+    every: int = 0,
+    *,
+    replicas: tuple[int, ...] = (),
+    stages: int = 3,
+    drain_every: int = 0,
+    **more: Any,
+) -> Steering:
+    """The steering of a `pipedream` run whose last minibatch is `last`."""
+    schedule = Schedule(
+        name="pipedream",
+        stages=len(replicas) or stages,
+        minibatches=last + 1,
+        replicas=replicas,
+        drain_every=drain_every,
+    )
+    return Steering(schedule, every=every, **more)
 
 
 def _pass_on(sender: Steering, receiver: Steering) -> None:
@@ -25,7 +53,7 @@ def test_the_word_0_is_no_mark() -> None:
 
 
 def test_a_request_at_any_stage_reaches_the_first_on_gradients_and_comes_back_on_activations() -> None:
-    first, middle, last = (Steering(every=0, last=999) for _ in range(3))
+    first, middle, last = (steering_of(999) for _ in range(3))
     last.request()
 
     middle.arrived_with_gradient(last.gradient_word())
@@ -39,7 +67,7 @@ def test_a_request_at_any_stage_reaches_the_first_on_gradients_and_comes_back_on
 
 
 def test_a_second_request_does_not_move_a_decided_cut() -> None:
-    steering = Steering(every=0, last=999)
+    steering = steering_of(999)
     steering.request()
     steering.decide(17)
 
@@ -51,7 +79,7 @@ def test_a_second_request_does_not_move_a_decided_cut() -> None:
 
 
 def test_a_request_after_the_last_forward_lets_the_run_end_normally() -> None:
-    steering = Steering(every=0, last=20)
+    steering = steering_of(20)
     steering.request()
 
     steering.decide(20)
@@ -64,7 +92,7 @@ def test_a_request_after_the_last_forward_lets_the_run_end_normally() -> None:
 def test_a_regular_cut_is_foreseen_by_every_forward_that_will_be_in_flight_at_it(
     every: int, oldest: int, ahead: int
 ) -> None:
-    steering = Steering(every=every, last=10**9)
+    steering = steering_of(10**9, every)
     minibatch = oldest + ahead
 
     expected = any(steering.cuts_at(cut) for cut in range(oldest, minibatch))
@@ -73,7 +101,7 @@ def test_a_regular_cut_is_foreseen_by_every_forward_that_will_be_in_flight_at_it
 
 
 def test_a_decided_cut_is_foreseen_until_it_has_passed() -> None:
-    steering = Steering(every=0, last=999)
+    steering = steering_of(999)
     steering.request()
     steering.decide(10)
 
@@ -84,7 +112,7 @@ def test_a_decided_cut_is_foreseen_until_it_has_passed() -> None:
 
 
 def test_a_mark_that_arrives_again_after_its_cut_is_not_taken_for_a_new_one() -> None:
-    steering = Steering(every=0, last=999)
+    steering = steering_of(999)
     word = CutMark(minibatch=5, stop=False).word()
     steering.arrived_with_activation(word)
     steering.passed(5)
@@ -96,7 +124,7 @@ def test_a_mark_that_arrives_again_after_its_cut_is_not_taken_for_a_new_one() ->
 
 def test_cuts_by_time_come_when_the_interval_is_over_and_count_from_the_cut_before() -> None:
     now = [0.0]
-    steering = Steering(every=0, last=999, seconds=lambda: 60.0, clock=lambda: now[0])
+    steering = steering_of(999, seconds=lambda: 60.0, clock=lambda: now[0])
     cuts = []
     for minibatch in range(300):
         now[0] += 1.0
@@ -110,7 +138,7 @@ def test_cuts_by_time_come_when_the_interval_is_over_and_count_from_the_cut_befo
 
 def test_without_an_interval_time_decides_nothing() -> None:
     now = [0.0]
-    steering = Steering(every=0, last=999, clock=lambda: now[0])
+    steering = steering_of(999, clock=lambda: now[0])
     now[0] = 1e9
 
     steering.decide(3)
@@ -120,7 +148,7 @@ def test_without_an_interval_time_decides_nothing() -> None:
 
 @pytest.mark.parametrize(("minibatch", "cut"), [(0, 9), (8, 9), (9, 9), (10, 19)])
 def test_where_the_pipeline_is_drained_a_stop_waits_for_the_end_of_the_stretch(minibatch: int, cut: int) -> None:
-    steering = Steering(every=10, last=999, drain_every=10)
+    steering = steering_of(999, 10, drain_every=10)
     steering.request()
 
     steering.decide(minibatch)
@@ -130,9 +158,241 @@ def test_where_the_pipeline_is_drained_a_stop_waits_for_the_end_of_the_stretch(m
 
 def test_a_request_from_outside_is_looked_for_before_each_forward() -> None:
     answers = iter([False, False, True])
-    steering = Steering(every=0, last=999, asked=lambda: next(answers))
+    steering = steering_of(999, asked=lambda: next(answers))
 
     for minibatch in range(3):
         steering.decide(minibatch)
 
     assert steering.stop_after == 2
+
+
+@given(
+    replicas=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    every=st.integers(1, 12),
+    oldest=st.integers(0, 60),
+    ahead=st.integers(0, 20),
+    last=st.integers(81, 90),
+)
+def test_with_replicas_a_regular_cut_is_foreseen_wherever_its_boundary_lies(
+    replicas: list[int], every: int, oldest: int, ahead: int, last: int
+) -> None:
+    steering = steering_of(last, every, replicas=tuple(replicas))
+    minibatch = oldest + ahead
+
+    expected = any(steering.cuts_at(cut) for cut in range(oldest, minibatch))
+
+    assert steering.cut_between(oldest, minibatch) == expected
+
+
+def test_regular_cuts_wait_for_the_end_of_a_round_of_every_stage() -> None:
+    steering = steering_of(20, 4, replicas=(2, 3))
+
+    assert [k for k in range(21) if steering.cuts_at(k)] == [5, 11, 17, 20]
+
+
+def test_a_request_is_obeyed_at_the_end_of_a_round_of_every_stage() -> None:
+    steering = steering_of(99, replicas=(1, 2))
+    steering.request()
+
+    steering.decide(14)
+
+    assert steering.stop_after == 15
+
+
+def test_while_the_pipeline_fills_a_cut_waits_for_the_last_forward_that_no_exchange_precedes() -> None:
+    """Three rounds of two go forward at stage 0 before its replicas speak to each other."""
+    steering = steering_of(99, replicas=(2, 1, 1, 1))
+    steering.request()
+
+    steering.decide(0)
+
+    assert steering.stop_after == 5
+
+
+# -- words in flight: every replica hears of every cut in time ---------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """One replica at work: it passes words on and computes nothing."""
+
+    steering: Steering
+    actions: Iterator[Action]
+    next: Action | None = None
+    next_update: int = 0
+    forwards: list[tuple[int, int, set[int]]] = field(default_factory=list)
+    """(minibatch, version, cuts foreseen at it)"""
+    updates: dict[int, bool] = field(default_factory=dict)
+    """Whether it cut behind each update."""
+
+    def done(self) -> bool:
+        stop = self.steering.stop_after
+        return self.next is None or (stop is not None and self.next_update > stop)
+
+
+class Job:
+    """All ranks of a schedule, in a random order that their messages allow; words travel as the engine has it."""
+
+    def __init__(self, schedule: Schedule, seed: int, **given: Any) -> None:
+        self.random = random.Random(seed)
+        self.schedule = schedule
+        self.decided: list[CutMark] = []
+        self.entered = schedule.first - 1
+        self.ranks = {
+            place: Rank(
+                Steering(schedule, **given), iter(rank_actions(schedule, [place])), next_update=schedule.first
+            )
+            for place in schedule.places
+        }
+        self.queues: defaultdict[tuple[Place, Place, Op], deque[int]] = defaultdict(deque)
+        self.met: defaultdict[tuple[Op, int, int], set[int]] = defaultdict(set)
+        for rank in self.ranks.values():
+            rank.next = next(rank.actions, None)
+
+    def run(self, *, at_step: Callable[[int], None] = lambda step: None) -> None:
+        step = 0
+        while waiting := [place for place, rank in self.ranks.items() if not rank.done()]:
+            self.random.shuffle(waiting)
+            assert any(self._try(place) for place in waiting), f"deadlock: {[self.ranks[p].next for p in waiting]}"
+            step += 1
+            at_step(step)
+
+    def _try(self, place: Place) -> bool:
+        rank = self.ranks[place]
+        action = rank.next
+        assert action is not None
+        if not self._do(place, rank, action):
+            return False
+        rank.next = next(rank.actions, None)
+        return True
+
+    def _do(self, place: Place, rank: Rank, action: Action) -> bool:
+        steering, op = rank.steering, action.op
+        if op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT):
+            sent = Op.SEND_ACTIVATION if op is Op.RECEIVE_ACTIVATION else Op.SEND_GRADIENT
+            queue = self.queues[action.peer_place, place, sent]
+            if not queue:
+                return False
+            word = queue.popleft()
+            if op is Op.RECEIVE_ACTIVATION:
+                steering.arrived_with_activation(word)
+            else:
+                steering.arrived_with_gradient(word)
+        elif op is Op.SEND_ACTIVATION:
+            self.queues[place, action.peer_place, op].append(steering.activation_word())
+        elif op is Op.SEND_GRADIENT:
+            self.queues[place, action.peer_place, op].append(steering.gradient_word())
+        elif op is Op.REDUCE:
+            return self._exchange(place, action)
+        elif op is Op.FORWARD:
+            self._forward(place, rank, action)
+        elif op is Op.UPDATE:
+            rank.updates[action.minibatch] = steering.cuts_at(action.minibatch)
+            if rank.updates[action.minibatch]:
+                steering.passed(action.minibatch)
+            rank.next_update = action.minibatch + 1
+        return True
+
+    def _forward(self, place: Place, rank: Rank, action: Action) -> None:
+        if place == Place(0, 0):
+            before = rank.steering.activation_word()
+            rank.steering.decide(action.minibatch)
+            mark = CutMark.from_word(rank.steering.activation_word())
+            if mark is not None and mark.word() != before:
+                self.decided.append(mark)
+        if place.stage == 0:
+            self.entered = max(self.entered, action.minibatch)
+        ahead = range(rank.next_update, action.minibatch)
+        foreseen = {k for k in ahead if rank.steering.cuts_at(k)}
+        assert bool(foreseen) == rank.steering.cut_between(rank.next_update, action.minibatch)
+        rank.forwards.append((action.minibatch, rank.next_update, foreseen))
+
+    def _exchange(self, place: Place, action: Action) -> bool:
+        """The replicas of a stage pass their REDUCE together, with the words that each has come with."""
+        others = [self.ranks[other] for other in self.schedule.places if other.stage == place.stage]
+        if any(o.next is None or (o.next.op, o.next.minibatch) != (Op.REDUCE, action.minibatch) for o in others):
+            return False
+        words = [(o.steering.activation_word(), o.steering.gradient_word()) for o in others]
+        for other in others:
+            for mark, request in words:
+                other.steering.arrived_with_activation(mark)
+                other.steering.arrived_with_gradient(request)
+            if other is not self.ranks[place]:
+                other.next = next(other.actions, None)
+        return True
+
+    def check(self) -> None:
+        """Every replica has cut at every mark, and every forward that was in flight at it had foreseen it."""
+        for mark in self.decided:
+            assert self.schedule.is_boundary(mark.minibatch)
+            for place, rank in self.ranks.items():
+                assert rank.updates[mark.minibatch], f"{place} does not cut at {mark}"
+                for minibatch, version, foreseen in rank.forwards:
+                    if version <= mark.minibatch < minibatch:
+                        assert mark.minibatch in foreseen, f"{place} does F({minibatch}) without a word of {mark}"
+        last = {rank.next_update for rank in self.ranks.values()}
+        assert len(last) == 1
+        cuts = [{k for k, cut in rank.updates.items() if cut} for rank in self.ranks.values()]
+        assert all(found == cuts[0] for found in cuts)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(["pipedream", "pipedream", "gpipe", "1f1b"]))
+    replicas = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    first = draw(st.integers(0, 3))
+    return Schedule(
+        name=name,
+        stages=len(replicas),
+        replicas=replicas,
+        first=first,
+        minibatches=first + draw(st.integers(1, 8 if name != "pipedream" else 36)),
+        microbatches=draw(st.integers(1, 4)) if name != "pipedream" else 1,
+        drain_every=draw(st.sampled_from([0, 0, 0, 9])) if name == "pipedream" else 0,
+    )
+
+
+@given(
+    schedule=schedules(), seed=st.integers(0, 2**32), every=st.sampled_from([0, 0, 5]), patience=st.integers(1, 60)
+)
+@settings(max_examples=120, deadline=None)
+def test_every_replica_hears_of_every_cut_before_its_update_and_before_forwards_that_it_finds_in_flight(
+    schedule: Schedule, seed: int, every: int, patience: int
+) -> None:
+    """Cuts by time, at random minibatches and again and again, in random orders of the ranks' actions."""
+    now = [0.0]
+    job = Job(schedule, seed, every=every, seconds=lambda: float(patience), clock=lambda: now[0])
+
+    def tick(step: int) -> None:
+        now[0] += job.random.random()
+
+    job.run(at_step=tick)
+    job.check()
+
+
+@given(schedule=schedules(), seed=st.integers(0, 2**32), share=st.floats(0, 0.9))
+@settings(max_examples=120, deadline=None)
+def test_a_request_at_any_replica_stops_all_of_them_behind_the_same_minibatch_and_soon(
+    schedule: Schedule, seed: int, share: float
+) -> None:
+    job = Job(schedule, seed, every=0)
+    asked = job.random.choice(schedule.places)
+    total = sum(1 for place in schedule.places for _ in rank_actions(schedule, [place]))
+    entered = [0]
+
+    def ask(step: int) -> None:
+        if step == int(share * total) + 1:
+            job.ranks[asked].steering.request()
+            entered[0] = job.entered
+
+    job.run(at_step=ask)
+    job.check()
+
+    stops = {rank.steering.stop_after for rank in job.ranks.values()}
+    assert len(stops) == 1
+    (stop,) = stops
+    end = schedule.minibatches - 1 if stop is None else stop
+    assert {rank.next_update for rank in job.ranks.values()} == {end + 1}
+    if not schedule.drain_every and entered[0]:
+        common = 1 if schedule.synchronous else lcm(*schedule.replica_counts)
+        assert end - entered[0] <= 2 * schedule.ranks + common

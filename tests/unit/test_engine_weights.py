@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hpcpipe.engine.horizon import Horizon
 from hpcpipe.engine.runner import StageRunner
-from hpcpipe.schedule import Prediction, Role
+from hpcpipe.engine.weights import WeightStore
+from hpcpipe.optim.rules import AdamOptions, SgdOptions, make_rule
+from hpcpipe.optim.schedules import LearningRate
+from hpcpipe.schedule import Prediction, Role, Schedule, StageProgram
 from tests.oracle.cases import MLP, NETS, SETTINGS, case, laid_over
 from tests.oracle.runs import configured, run_alone
-from tests.unit.engine_cases import seeded, stage_of, store_of
+from tests.unit.engine_cases import CPU, seeded, stage_of, store_of
 
 
 @pytest.fixture
@@ -104,6 +109,92 @@ def test_without_a_velocity_a_prediction_is_the_weights_themselves() -> None:
     store = store_of(stage_of(seeded(lambda: nn.Linear(6, 5))))
     store.predict([Prediction(role=Role.FORWARD, minibatch=3, version=0, distance=3)])
     assert torch.equal(store.weights_of(Role.FORWARD, 3, 0).flat, store.versions[0].flat)
+
+
+def store_of_rounds(
+    options: SgdOptions | AdamOptions, replicas: int = 2, target: str = "local", minibatches: int = 100
+) -> tuple[WeightStore, LearningRate]:
+    """The weights of a linear layer, with one update for all replicas and a rate that falls by the minibatch."""
+    stage = stage_of(seeded(lambda: nn.Linear(6, 5)))
+    like = store_of(stage)
+    rate = LearningRate(base=0.1, schedule="linear", end_factor=0.1, total=minibatches)
+    schedule = Schedule(name="pipedream", stages=1, minibatches=minibatches, replicas=(replicas,))
+    rule, _ = make_rule([options], like.layout, backend="torch", keep_velocity=True)
+    horizon = Horizon(
+        rate,
+        target=target,
+        momentum=options.damping,
+        decays=[options.decoupled_weight_decay],
+        updates_from=StageProgram(schedule, 0).updates_from,
+    )
+    store = WeightStore(like.layout, rule=rule, horizon=horizon, device=CPU, dtype=torch.float32)
+    store.start_from(0, like.layout.views(like.versions[0].flat), updates=0)
+    return store, rate
+
+
+def test_an_update_of_several_minibatches_has_the_learning_rate_of_the_last() -> None:
+    store, rate = store_of_rounds(SgdOptions(momentum=0.0))
+    before = store.versions[0].flat.clone()
+    gradients = gradients_of(store, 0)
+
+    store.update(1, gradients, (), grad_scale=0.5)
+
+    assert store.newest == 2
+    views = zip(store.layout.view_list(store.versions[2].flat), store.layout.view_list(before), strict=True)
+    for (after, weight), gradient in zip(views, gradients, strict=True):
+        assert torch.equal(after, weight.add(gradient * 0.5, alpha=-rate(1)))
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_adam_counts_updates_whatever_number_of_minibatches_they_are_of(after: int) -> None:
+    """Also behind a restart at the minibatch `after`, which brings the number of updates with it."""
+    store, rate = store_of_rounds(AdamOptions(weight_decay=0.1), replicas=3)
+    parameters = [nn.Parameter(view.clone()) for view in store.layout.view_list(store.versions[0].flat)]
+    optimizer = torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.1)
+    for j in (2, 5, 8):
+        if store.newest == after > 0:
+            store.start_from(after, store.layout.views(store.versions[after].flat.clone()), updates=1)
+        gradients = gradients_of(store, j)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.param_groups[0]["lr"] = rate(j)
+        optimizer.step()
+        store.update(j, gradients, ())
+        store.release([store.newest - 3])
+
+    assert store.updates == 3
+    for parameter, view in zip(parameters, store.layout.view_list(store.versions[9].flat), strict=True):
+        assert torch.equal(parameter.detach(), view)
+
+
+@pytest.mark.parametrize("target", ["local", "damped"])
+def test_predictions_reach_along_the_rates_of_the_coming_rounds(target: str) -> None:
+    store, rate = store_of_rounds(SgdOptions(momentum=0.9), target=target, minibatches=9)
+    store.update(1, gradients_of(store, 0), ())
+    store.release([0])
+
+    # The last round has one minibatch, so the updates behind version 2 are those of minibatches 3, 5, 7 and 8.
+    store.predict([Prediction(role=Role.FORWARD, minibatch=8, version=2, distance=4)])
+
+    coming = [rate(j) * (0.9**i if target == "damped" else 1.0) for i, j in enumerate((3, 5, 7, 8), start=1)]
+    velocity = store.state["momentum_buffer"]
+    predicted = store.weights_of(Role.FORWARD, 8, 2).flat
+    assert torch.equal(predicted, store.versions[2].flat.add(velocity, alpha=-math.fsum(coming)))
+
+
+def test_gradients_are_watched_on_every_buffer_old_or_new() -> None:
+    store = store_of(stage_of(seeded(lambda: nn.Linear(6, 5))))
+    kept = store.restore_forward_weights(7)
+    seen: list[int] = []
+
+    def hook(slot: int, gradient: Tensor | None) -> None:
+        seen.append(slot)
+
+    store.watch_gradients(hook)
+    for buffer in (store.versions[0], kept, store.add_version(5)):
+        torch.autograd.grad(sum(leaf.sum() for leaf in buffer.leaves.values()), list(buffer.leaves.values()))
+        assert sorted(seen) == [0, 1]
+        seen.clear()
 
 
 def test_kept_weights_outlive_their_version() -> None:
