@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import click
@@ -53,7 +54,8 @@ def measure(
     """
     if world.size != 2:
         raise LauncherError(
-            f"bench link needs 2 ranks, not {world.size}: start it with mpirun -n 2 hpcpipe bench link"
+            f"bench link needs 2 ranks, not {world.size}: start it with mpirun -n 2 hpcpipe bench link, or give "
+            "--topology FILE for any number"
         )
     return [_measure_size(world, device, cuda_aware, size) for size in sizes]
 
@@ -64,7 +66,7 @@ def _measure_size(world: World, device: torch.device, cuda_aware: bool, size: in
     from hpcpipe.transport.message import ChannelId, Kind
     from hpcpipe.transport.transport import Transport
 
-    transport = Transport(world, world.waiter, rank_of_stage=(0, 1), device=device, cuda_aware=cuda_aware)
+    transport = Transport(world, world.waiter, ranks_of_stage=((0,), (1,)), device=device, cuda_aware=cuda_aware)
     out = ChannelId(source=world.rank, destination=1 - world.rank, kind=Kind.ACTIVATION)
     back = ChannelId(source=1 - world.rank, destination=world.rank, kind=Kind.ACTIVATION)
     sender = transport.sender(out, depth=DEPTH, full_rows=None)
@@ -100,10 +102,15 @@ def _measure_size(world: World, device: torch.device, cuda_aware: bool, size: in
         raw_us=round(raw_us, 3),
         ours_us=round(ours_us, 3),
         overhead_us=round(ours_us - raw_us, 3),
-        raw_gb_s=round(size / raw_us / 1e3, 4),
-        ours_gb_s=round(size / ours_us / 1e3, 4),
+        raw_gb_s=_digits(size / raw_us / 1e3),
+        ours_gb_s=_digits(size / ours_us / 1e3),
         fraction_of_raw=round(raw_us / ours_us, 4),
     )
+
+
+def _digits(value: float) -> float:
+    """Four significant ones: a small message on a busy machine moves kilobytes a second."""
+    return float(f"{value:.4g}")
 
 
 def _raw_exchange(world: World, tensor: torch.Tensor, device: torch.device) -> Callable[[], None]:
@@ -165,14 +172,24 @@ def _in_turn(raw: Callable[[], None], ours: Callable[[], None], rounds: int) -> 
     show_default=True,
     help="Whether MPI may be given device memory.",
 )
-def link(as_json: bool, device: str, cuda_aware: str) -> None:
-    """Exchange messages between two ranks: mpirun -n 2 hpcpipe bench link."""
+@click.option(
+    "--topology",
+    "topology_file",
+    metavar="FILE",
+    help="Measure how all ranks are joined, within hosts and between them, and write it for `hpcpipe plan`.",
+)
+def link(as_json: bool, device: str, cuda_aware: str, topology_file: str | None) -> None:
+    """Exchange messages between two ranks, or with --topology between all ranks of a job.
+
+    mpirun -n 2 hpcpipe bench link compares hpcpipe's messages with raw MPI. mpirun -n N hpcpipe bench link
+    --topology FILE measures messages and all-reduces within a host and between hosts.
+    """
     from hpcpipe.transport.job import run_job
 
-    sys.exit(run_job(lambda world: _run(world, as_json, device, cuda_aware)))
+    sys.exit(run_job(lambda world: _run(world, as_json, device, cuda_aware, topology_file)))
 
 
-def _run(world: World, as_json: bool, device_name: str, setting: str) -> int:
+def _run(world: World, as_json: bool, device_name: str, setting: str, topology_file: str | None) -> int:
     import torch
 
     from hpcpipe.transport.cuda import detect
@@ -188,9 +205,33 @@ def _run(world: World, as_json: bool, device_name: str, setting: str) -> int:
         device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     awareness = detect(setting, world.library, memory_kinds=world.memory_kinds)
-    results = measure(world, device, cuda_aware=awareness.enabled and device.type == "cuda")
+    aware = awareness.enabled and device.type == "cuda"
+    if topology_file is not None:
+        return _topology(world, device, aware, Path(topology_file), as_json)
+    results = measure(world, device, cuda_aware=aware)
     if world.rank == 0:
         _report(world, device, awareness.how, results, as_json)
+    return 0
+
+
+def _topology(world: World, device: torch.device, cuda_aware: bool, output: Path, as_json: bool) -> int:
+    from hpcpipe.engine.links import measure_topology, table
+    from hpcpipe.planning.topology import save_topology, topology_table
+
+    found, messages, sums = measure_topology(world, device, cuda_aware=cuda_aware)
+    with world.together("writing the topology"):
+        if world.rank == 0:
+            save_topology(found, output)
+    if world.rank == 0:
+        if as_json:
+            click.echo(json.dumps(topology_table(found)))
+            return 0
+        hosts = len(set(world.hosts))
+        click.echo(
+            f"{world.library}, {world.size} ranks on {hosts} host{'s' if hosts > 1 else ''}, tensors on {device}"
+        )
+        for line in [*table(messages, sums), f"written to {output}"]:
+            click.echo(line)
     return 0
 
 

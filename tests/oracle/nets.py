@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -334,6 +335,41 @@ def build_sleepy(inputs: int = 16, width: int = 8, depth: int = 4, classes: int 
         *((f"sleepy{i}", lambda i=i: Sleepy(inputs if i == 0 else width, width)) for i in range(depth)),
         ("last", lambda: nn.Linear(width, classes)),
     ]
+
+
+class _Slow(torch.autograd.Function):
+    """The identity, which takes its time in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    """A linear layer; forward and backward take `seconds` longer than it does."""
+
+    def __init__(self, inputs: int, outputs: int, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Slow.apply(self.linear(x), self.seconds)
+
+
+def build_slow(
+    inputs: int = 16, width: int = 8, depth: int = 4, classes: int = 5, seconds: float = 0.03
+) -> Layers:
+    """Layers that all take the same time, far longer than anything around them."""
+    sizes = [inputs, *[width] * (depth - 1), classes]
+    return [(f"slow{i}", lambda i=i: Slow(sizes[i], sizes[i + 1], seconds)) for i in range(depth)]
 
 
 class TwoInputs(nn.Module):
