@@ -27,7 +27,10 @@ ARROWS = {
     "schedule": {"errors"},
     "config": {"errors"},
     "native": set(),
-    "checkpoint": {"errors"},
+    "durable": set(),
+    "planning": {"errors", "durable", "schedule"},
+    "simulation": {"errors", "schedule", "planning"},
+    "checkpoint": {"errors", "durable"},
     "observe": {"errors", "schedule", "config"},
     "transport": {"errors"},
     "optim": {"errors", "native"},
@@ -40,6 +43,8 @@ ARROWS = {
         "seeding",
         "schedule",
         "config",
+        "planning",
+        "simulation",
         "checkpoint",
         "observe",
         "transport",
@@ -51,6 +56,7 @@ ARROWS = {
         "errors",
         "schedule",
         "config",
+        "planning",
         "checkpoint",
         "observe",
         "transport",
@@ -59,7 +65,18 @@ ARROWS = {
         "models",
         "engine",
     },
-    "cli": {"errors", "schedule", "config", "checkpoint", "transport", "optim", "engine", "bench"},
+    "cli": {
+        "errors",
+        "schedule",
+        "config",
+        "planning",
+        "simulation",
+        "checkpoint",
+        "transport",
+        "optim",
+        "engine",
+        "bench",
+    },
 }
 # Libraries that a part must be usable without.
 WITHOUT = {
@@ -67,6 +84,9 @@ WITHOUT = {
     "schedule": {"torch", "mpi4py", "cupy", "h5py", "numpy", "pydantic"},
     "config": {"torch", "mpi4py", "cupy", "h5py", "numpy"},
     "native": {"torch", "mpi4py", "cupy", "h5py", "numpy"},
+    "durable": {"torch", "mpi4py", "cupy", "h5py", "numpy", "pydantic"},
+    "planning": {"torch", "mpi4py", "cupy", "h5py", "pydantic"},
+    "simulation": {"torch", "mpi4py", "cupy", "h5py", "pydantic"},
     "checkpoint": {"torch", "mpi4py", "cupy"},
     "observe": {"torch", "mpi4py", "cupy", "h5py"},
     "optim": {"mpi4py", "cupy", "h5py"},
@@ -213,7 +233,15 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["schedule", "verify", "--stages", "3"], ["checkpoint", "list", "--help"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["schedule", "verify", "--stages", "3"],
+        ["checkpoint", "list", "--help"],
+        ["profile", "--help"],
+        ["plan", "tests/data/profiles/vgg16.txt", "--ranks", "4"],
+        ["simulate", "--help"],
+    ],
     ids=" ".join,
 )
 def test_a_login_node_loads_neither_torch_nor_mpi(arguments: list[str]) -> None:
@@ -301,7 +329,9 @@ def test_the_configuration_reference_is_up_to_date() -> None:
     assert shown.stdout == (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
-def test_the_drawing_in_the_documents_is_what_the_command_draws() -> None:
-    shown = CliRunner(env={"COLUMNS": "100"}).invoke(command_line, ["schedule", "show", "--minibatches", "8"])
+@pytest.mark.parametrize("options", ["--minibatches 8", "--replicas 2,1 --minibatches 6 --policy stash"])
+def test_the_drawings_in_the_documents_are_what_the_command_draws(options: str) -> None:
+    arguments = ["schedule", "show", *options.split()]
+    shown = CliRunner(env={"COLUMNS": "100"}).invoke(command_line, arguments)
 
     assert f"```text\n{shown.output}```" in (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")

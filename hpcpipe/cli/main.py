@@ -21,6 +21,9 @@ from hpcpipe.transport.launcher import launcher_rank
 
 _COMMANDS = {
     "train": ("hpcpipe.cli.train", "Train a model as a pipeline over the ranks of this job."),
+    "profile": ("hpcpipe.cli.profile", "Measure what each layer of a model costs."),
+    "plan": ("hpcpipe.cli.plan", "Choose layers and ranks of each stage from a profile, and say why."),
+    "simulate": ("hpcpipe.cli.simulate", "Predict throughput, bubble and memory of a plan."),
     "schedule": ("hpcpipe.cli.schedule", "Show or verify a schedule."),
     "checkpoint": ("hpcpipe.cli.checkpoint", "List, show, verify or export checkpoints."),
     "doctor": ("hpcpipe.cli.doctor", "Say what this installation can do and what it would use."),

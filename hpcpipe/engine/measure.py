@@ -56,6 +56,7 @@ class Figures(TypedDict):
 
     times: dict[str, list[float]]
     names: list[str]
+    shared: list[list[int]]
     bytes: list[dict[str, int]]
     rows: int
     input_bytes: int
@@ -248,6 +249,7 @@ class _Measuring:
         return Figures(
             times=times,
             names=list(self._plan.names),
+            shared=[[self._plan.names.index(one), self._plan.names.index(two)] for one, two, _ in self._shared],
             bytes=[asdict(size) for size in sizes],
             rows=-(-self._data.rows(self._minibatches[0]) // self._schedule.microbatches),
             input_bytes=sum(t.numel() * t.element_size() for t in sample.inputs),
@@ -291,7 +293,6 @@ class _Measuring:
             "sweeps": len(self._times["whole"]),
             "hpcpipe": hpcpipe.__version__,
             "torch": torch.__version__,
-            "shared": [list(entry) for entry in self._shared],
         }
 
 
@@ -320,6 +321,7 @@ def _profile(found: Figures, *, message_s: float | None, ranks: int) -> Profile:
             for index, (name, size) in enumerate(zip(names, sizes, strict=True))
         ),
         edges=tuple((index, index + 1) for index in range(len(names) - 1)),
+        shared=tuple((earlier, later) for earlier, later in found["shared"]),
         rows=found["rows"],
         input_bytes=found["input_bytes"],
         pass_overhead_s=times["overhead"][0],

@@ -140,7 +140,7 @@ def test_weights_tied_within_a_layer_count_once() -> None:
 def test_layers_that_share_a_weight_are_measured_and_named() -> None:
     profile = measured(**net("build_shared"))
     assert layer(profile, "0").parameter_bytes == layer(profile, "3").parameter_bytes == FLOAT * (16 * 16 + 16)
-    assert profile.about["shared"] == [["0", "3", "weight"]]
+    assert profile.shared == ((0, 3),)
 
 
 def test_a_pass_is_a_microbatch() -> None:
