@@ -66,8 +66,10 @@ class Finder:
                 self._hopeless[first_ranks] = bottleneck
         return None
 
-    def lowest(self, lower: float) -> Split | None:
+    def lowest(self, lower: float, close: float = TINY) -> Split | None:
         """The plan of the lowest bottleneck, which is at least `lower`; None if there is no plan at all.
+
+        Its bottleneck is the lowest up to the fraction `close` of it.
 
         Every answer is a plan with a cost of its own, which soon is the lowest: then nothing just below is found.
         """
@@ -81,7 +83,7 @@ class Finder:
         if found is None:
             return None
         survived = 0
-        while lower < (below := found.bottleneck_s * (1 - TINY)):
+        while lower < (below := found.bottleneck_s * (1 - close)):
             middle = math.sqrt(lower) * math.sqrt(below) if below > 4 * lower else (lower + below) / 2
             bottleneck = below if survived == CONVINCING or middle <= lower else middle
             better = self.find(bottleneck)

@@ -17,6 +17,8 @@ Indices = NDArray[np.intp]
 class Positions:
     """The levels that matter for `ranks` ranks, and for each level l, of group size S and inner group size s:
 
+    `groups[l]`: how many groups there are. Counted from the last rank, group g has D from `starts[l][g]` on; the
+    first of them may be cut short, by `padding[l]` ranks.
     `leap[l][D]`: D + the fewest ranks (2 at least) of a stage with D ranks behind it that leaves its inner group.
     `group[l][q]`: the group, counted from the last rank, of the first rank of a stage, q = D + its ranks.
     `nearest[l][q]`, `farthest[l][q]`: the least and the most D that a stage of level l can have if it begins q
@@ -30,6 +32,10 @@ class Positions:
         inner = [1, *self.sizes[:-1]]
         self.padding = [-ranks % size for size in self.sizes]
         self.groups = [(ranks + pad) // size for pad, size in zip(self.padding, self.sizes, strict=True)]
+        self.starts = [
+            np.arange(groups) * size - pad
+            for groups, size, pad in zip(self.groups, self.sizes, self.padding, strict=True)
+        ]
         behind = np.arange(ranks + 1)
         last = ranks - 1 - behind
         first = ranks - behind

@@ -82,11 +82,13 @@ class Reach:
         ranks, levels = problem.ranks, self._positions.levels
         self._width = -(-(ranks + 1) // 64) * 64
         # For each ideal b, number of stages behind it and level l of the stage before it: which q are reached and
-        # can be cut off from a stage of level l, as bits and as the smallest of each group.
+        # can be cut off from a stage of level l, as bits and as the smallest of each group; and the q that a stage
+        # from there reaches at least if it leaves the inner group.
         self._bits = np.zeros((ideals.count, layers, levels, self._width // 64), dtype=np.uint64)
         self._smallest = [
             np.full((ideals.count, layers, groups), np.inf, dtype=np.float32) for groups in self._positions.groups
         ]
+        self._leaps = [np.full_like(smallest, np.inf) for smallest in self._smallest]
         self._alive = np.zeros((ideals.count, levels), dtype=np.bool_)
         self._behind = np.arange(ranks + 1)
         self._up_to = _pack(self._behind[:, None] >= np.arange(self._width))
@@ -102,9 +104,11 @@ class Reach:
         self._allowed = [self._allreduces(level) for level in range(self._positions.levels)]
         self._cuttable = self._pairs.cut_seconds[: self._positions.levels] <= bottleneck
         self._cuttable[1:] &= self._pairs.cut_bytes <= slow_bytes
-        for before in range(self._last - 1, 0, -1):
-            self._store(before, self._reached(before))
-        return self._trace()
+        # Quotients by zero seconds or zero versions are infinite and mean just that.
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            for before in range(self._last - 1, 0, -1):
+                self._store(before, self._reached(before))
+            return self._trace()
 
     def _end(self) -> None:
         """Behind the last ideal there is no rank and no cut."""
@@ -140,8 +144,11 @@ class Reach:
             padded = np.zeros((len(reached), groups * size), dtype=np.bool_)
             padded[:, pad:] = reached[:, level, : positions.ranks]
             grouped = padded.reshape(len(reached), groups, size)
-            smallest = grouped.argmax(axis=2) + (np.arange(groups) * size - pad)
-            self._smallest[level][ideal] = np.where(grouped.any(axis=2), smallest, np.inf)
+            smallest = grouped.argmax(axis=2) + positions.starts[level]
+            found = grouped.any(axis=2)
+            self._smallest[level][ideal] = np.where(found, smallest, np.inf)
+            if level > 0:
+                self._leaps[level][ideal] = np.where(found, positions.leap[level][smallest], np.inf)
 
     def _reached(self, before: int) -> Bools:
         """The q that some first stage from ideal `before` on reaches: [number of stages, its level, q]."""
@@ -157,12 +164,11 @@ class Reach:
     def _fewest_for_compute(self, before: int) -> Floats:
         """The ranks that each stage from `before` on needs for its compute; infinity where none suffice."""
         passes, updates = self._pairs.passes[before], self._pairs.updates[before]
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            if not self._problem.synchronous:
-                return np.ceil((passes + updates) / self._bottleneck)
-            each = np.where(passes > 0, np.floor((self._bottleneck - updates) / passes), np.inf)
-            each = np.where(updates <= self._bottleneck, each, 0)
-            return np.where(each >= 1, np.ceil(self._problem.microbatches / each), np.inf)
+        if not self._problem.synchronous:
+            return np.ceil((passes + updates) / self._bottleneck)
+        each = np.where(passes > 0, np.floor((self._bottleneck - updates) / passes), np.inf)
+        each = np.where(updates <= self._bottleneck, each, 0)
+        return np.where(each >= 1, np.ceil(self._problem.microbatches / each), np.inf)
 
     def _allreduces(self, level: int) -> _Allowed:
         link = self._problem.topology.levels[level]
@@ -222,20 +228,17 @@ class Reach:
         chosen = _choose(good)
         # Those between that will not do are infinitely far.
         least = np.where(low[chosen] <= positions.sizes[level], low[chosen], np.inf).astype(np.float32)
-        smallest = self._smallest[level][_within(self._pairs.behind[before], chosen)]
+        rows = _within(self._pairs.behind[before], chosen)
+        smallest = self._smallest[level][rows]
         ranks: Ranks = least[:, None, None]
         if fit is not None:
             ranks = np.maximum(ranks, _needed(fit, chosen, smallest))
         places = smallest + ranks
         if level > 0:
-            np.maximum(places, self._leap(level, smallest), out=places)
+            np.maximum(places, self._leaps[level][rows], out=places)
         fewest = places.min(axis=0)
         group = positions.group[level]
         reached[:, level, : positions.ranks + 1] |= self._behind >= fewest[:, group]
-
-    def _leap(self, level: int, smallest: Ranks) -> Ranks:
-        leap: Ranks = self._positions.leap[level][np.minimum(smallest, self._positions.ranks).astype(np.intp)]
-        return leap
 
     def _add_between(
         self,
@@ -348,8 +351,7 @@ def _within(behind: Behind, chosen: Behind) -> Behind:
 
 def _needed(fit: Fit, chosen: Behind, smallest: Ranks) -> Ranks:
     """The ranks that stages need to fit with so many ranks behind them."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        needed = np.ceil(smallest / fit.spread[chosen][:, None, None])
+    needed = np.ceil(smallest / fit.spread[chosen][:, None, None])
     # Where no spread helps, the quotient is infinite or none at all.
     enough: Ranks = np.fmin(needed, fit.enough[chosen][:, None, None])
     return enough

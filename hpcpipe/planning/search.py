@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -33,6 +33,8 @@ _QUICK = 20_000_000
 _MOST_STAGES = 64
 """Stages of a synchronous schedule beyond which only the plan of the lowest bottleneck is looked at."""
 _MOST_ATTEMPTS = 12
+_ROUGH = 0.02
+"""Relative difference of two bottlenecks while it is not yet known whether messages leave room for either."""
 
 
 def partition(problem: Problem) -> Split:
@@ -45,18 +47,10 @@ def partition(problem: Problem) -> Split:
     missing bytes), or the graph can be cut in too many places.
     """
     search = Search(problem)
-    best = crowded = search.best()
-    for attempt in range(_MOST_ATTEMPTS):
-        if not search.hold_back(best, attempt):
-            return best
-        try:
-            best = search.best()
-        except PlanError:
-            break
-    simple = _without_crowds(problem)
-    if simple is None:
-        raise _too_large(problem, crowded)
-    return simple
+    best = search.best()
+    if not search.hold_back(best, 0):
+        return best
+    return search.best_held_back() or _without_crowds(problem) or _refuse(problem, best)
 
 
 class _Range(NamedTuple):
@@ -93,6 +87,19 @@ class Search:
         """
         return self._best_synchronous() if self._problem.synchronous else self._best_of_bottleneck()
 
+    def best_held_back(self) -> Split | None:
+        """The best plan with memory for all its messages, as far as a few attempts find it; None for none."""
+        for attempt in range(1, _MOST_ATTEMPTS):
+            found = self._with(self._problem.max_stages).lowest(self._least, close=_ROUGH)
+            if found is None:
+                return None
+            self._least = max(self._least, found.bottleneck_s * (1 - _ROUGH))
+            if not self.hold_back(found, attempt):
+                found = self.best()
+                if not self.hold_back(found, attempt):
+                    return found
+        return None
+
     def hold_back(self, split: Split, attempt: int) -> bool:
         """Whether a plan lacks memory for messages of several ranks; then hold back as much at its cuts.
 
@@ -128,7 +135,7 @@ class Search:
         if found is None:
             raise _too_large(self._problem, self._least_lacking())
         # With more held back no plan gets faster.
-        self._least = found.bottleneck_s
+        self._least = max(self._least, found.bottleneck_s)
         return self._fewer_stages(self._fewer_bytes(finder, found))
 
     def _best_synchronous(self) -> Split:
@@ -237,6 +244,10 @@ def _without_crowds(problem: Problem) -> Split | None:
         except PlanError:
             continue
     return min(found, key=lambda split: split.seconds, default=None)
+
+
+def _refuse(problem: Problem, split: Split) -> NoReturn:
+    raise _too_large(problem, split)
 
 
 def _too_large(problem: Problem, split: Split) -> PlanError:
