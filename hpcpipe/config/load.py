@@ -24,6 +24,10 @@ else:
     import tomli as tomllib
 
 
+_BY_PLAN = ("plan", "memory_limit")
+_BY_HAND = ("stages", "balance", "replicas")
+
+
 def load_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run file at `path` with the overrides (`section.key=value`) laid over it, checked.
 
@@ -57,6 +61,7 @@ def parse_run(
         if isinstance(merged.get(section), str):
             merged[section] = {"name": merged[section]}
     overridden = [_override(merged, text) for text in overrides]
+    _let_go_of_other_splits(merged, overridden)
     for section in ("run", "model", "data", "optimizer"):
         merged.setdefault(section, {})
     if isinstance(merged["run"], dict):
@@ -85,6 +90,18 @@ def _override(tables: dict[str, Any], text: str) -> str:
             raise ConfigError(f"--set {text}: {whole} is no table; override it as a whole, {whole}=...")
     table[parts[-1]] = _freeze(_parse(written.strip()))
     return ".".join(parts)
+
+
+def _let_go_of_other_splits(tables: dict[str, Any], overridden: Sequence[str]) -> None:
+    """Where the command line says how to split the layers, the file's other way of splitting is not meant."""
+    pipeline = tables.get("pipeline")
+    if not isinstance(pipeline, dict):
+        return
+    for ways, others in ((_BY_PLAN, _BY_HAND), (_BY_HAND, _BY_PLAN)):
+        if any(f"pipeline.{key}" in overridden for key in ways):
+            for key in others:
+                if f"pipeline.{key}" not in overridden:
+                    pipeline.pop(key, None)
 
 
 def _parse(written: str) -> Any:

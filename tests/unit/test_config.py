@@ -233,3 +233,29 @@ def test_loading_a_run_file_imports_neither_torch_nor_mpi(run_file: Path) -> Non
     )
 
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "plan", "balance"),
+    [
+        (["pipeline.plan='p.json'"], "p.json", "parameters"),
+        (["pipeline.plan=auto"], "auto", "parameters"),
+        (["pipeline.policy=stash"], None, (1, 1)),
+    ],
+)
+def test_a_plan_on_the_command_line_takes_the_place_of_the_files_own_split(
+    overrides: list[str], plan: str | None, balance: str | tuple[int, ...]
+) -> None:
+    config = parse_run(MINIMAL | {"pipeline": {"stages": 2, "balance": [1, 1]}}, overrides=overrides)
+
+    assert (config.pipeline.plan, config.pipeline.balance) == (plan, balance)
+    assert config.pipeline.stages == (2 if plan is None else None)
+
+
+def test_a_split_on_the_command_line_takes_the_place_of_the_files_plan() -> None:
+    tables = MINIMAL | {"pipeline": {"plan": "auto", "memory_limit": "1GiB"}}
+
+    config = parse_run(tables, overrides=["pipeline.replicas=[2, 1]"])
+
+    assert (config.pipeline.plan, config.pipeline.memory_limit) == (None, None)
+    assert config.pipeline.replicas == (2, 1)
