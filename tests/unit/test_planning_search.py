@@ -166,8 +166,14 @@ def test_no_plan_of_a_branching_graph_costs_less(problem: Problem) -> None:
 
 
 @THOROUGH
+@given(problems(most=7, memory=True))
+def test_no_plan_of_a_chain_that_fits_into_memory_costs_less(problem: Problem) -> None:
+    check(problem)
+
+
+@THOROUGH
 @given(problems(memory=True, branching=True))
-def test_no_plan_that_fits_into_memory_costs_less(problem: Problem) -> None:
+def test_no_plan_of_a_branching_graph_that_fits_into_memory_costs_less(problem: Problem) -> None:
     check(problem)
 
 
