@@ -150,7 +150,7 @@ class Search:
             ranges.sort(key=lambda each: -each.low * self._flush(each.fewest))
             low, high, fewest, tries = ranges.pop()
             high = min(high, best.seconds / self._flush(fewest) * (1 - TINY))
-            if low >= high:
+            if low * (1 + TINY) >= high:
                 continue
             middle = high if tries % (CONVINCING + 1) == CONVINCING else math.sqrt(low) * math.sqrt(high)
             found = self._with(self._worth(low, best)).find(middle)
@@ -210,11 +210,14 @@ class Search:
 
     def _fewer_stages(self, found: Split) -> Split:
         """A plan as fast and as kind to slow links with the fewest stages, where that is quickly found."""
-        most = len(found.stages) - 1
-        if self._problem.straight or not 0 < most * self._ideals.count * self._problem.ranks <= _QUICK:
-            return found
-        fewer = self._with(most).find(found.bottleneck_s * (1 + TINY), self._slow_bytes(found))
-        return found if fewer is None else fewer
+        fast, least = found.bottleneck_s * (1 + TINY), self._slow_bytes(found)
+        size = self._ideals.count * self._problem.ranks
+        while not self._problem.straight and 0 < (most := len(found.stages) - 1) * size <= _QUICK:
+            fewer = self._with(most).find(fast, least)
+            if fewer is None:
+                break
+            found = fewer
+        return found
 
     def _least_lacking(self) -> Split:
         """Of the plans that do not fit into memory the one whose fullest rank needs the least."""
@@ -226,7 +229,10 @@ class Search:
         )
         low, high, found = problem.memory_bytes, 2 * problem.memory_bytes + everything, None
         while found is None or high - low > max(1, high * _CLOSE):
-            middle = high if found is None else (low + high) // 2 if high < 2 * low else math.isqrt(low * high)
+            middle = high
+            if found is not None:
+                # At least one byte up: the root of small numbers may be the lower one.
+                middle = (low + high) // 2 if high < 2 * low else max(low + 1, math.isqrt(low * high))
             better = self._with(problem.max_stages, middle).find(UNLIMITED)
             if better is not None:
                 found, high = better, middle

@@ -286,6 +286,14 @@ def test_what_does_not_fit_is_one_line_with_the_tightest_stage_and_the_missing_b
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_a_tiny_limit_is_refused_as_any_other(limit: int) -> None:
+    profile = chain(*(layer(str(i), parameter_bytes=1, output_bytes=0) for i in range(3)))
+
+    with pytest.raises(PlanError, match="needs 9 B"):
+        partition(Problem(profile=profile, topology=flat(1, 1e9), ranks=1, policy="none", memory_bytes=limit))
+
+
 def crowded(*layers: LayerCost) -> tuple[Problem, Split]:
     """A problem with too little memory for the rings of its best plan, whose last rank hears of two."""
     problem = Problem(profile=chain(*layers), topology=flat(3, 1e9), ranks=3, policy="stash")
