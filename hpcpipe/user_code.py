@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpcpipe.config.base import did_you_mean
 from hpcpipe.errors import UserError
+from hpcpipe.hints import did_you_mean
 
 
 def import_object(name: str, *, key: str, error: type[UserError]) -> Any:

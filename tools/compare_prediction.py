@@ -22,12 +22,10 @@ import torch
 from hpcpipe.bench.pipeline import prepare, side
 from hpcpipe.config import RunConfig
 from hpcpipe.datasets.protocol import Dataset
-from hpcpipe.engine.links import measure_topology
-from hpcpipe.engine.measure import measure
-from hpcpipe.planning.plan_file import PlanFile, parse_plan, plan_of, plan_table, save_plan
-from hpcpipe.planning.problem import Problem
+from hpcpipe.engine.autoplan import new_plan
+from hpcpipe.engine.measure import DEFAULT_REPEATS, measure
+from hpcpipe.planning.plan_file import PlanFile, save_plan
 from hpcpipe.planning.report import show_split
-from hpcpipe.simulation.choice import best_plan
 from hpcpipe.simulation.predict import predict
 from hpcpipe.transport.job import run_job
 from hpcpipe.transport.world import World
@@ -61,7 +59,16 @@ def main(
         total = f"{8 * minibatches + 20 * world.size}"
         unsplit = ("pipeline.balance=parameters", f"run.max_steps={total}", f"run.epochs={total}")
         config, data = prepare(world, run_file, (*unsplit, *overrides))
-        plan = plan_for(world, config, data, max_stages=max_stages, straight=straight)
+        plan = new_plan(
+            config,
+            world,
+            data,
+            device=CPU,
+            say=lambda line: None,
+            sweeps=DEFAULT_REPEATS,
+            straight=straight,
+            max_stages=max_stages,
+        )
         predicted, measured = [], []
         for _ in range(turns):
             profile = measure(config, data, world, device=CPU, repeats=sweeps, concurrent=True)
@@ -72,29 +79,6 @@ def main(
         return 0
 
     sys.exit(run_job(run))
-
-
-def plan_for(
-    world: World, config: RunConfig, data: Dataset, *, max_stages: int | None, straight: bool
-) -> PlanFile:
-    """The plan that `hpcpipe plan` makes of a profile and the links of this job."""
-    profile = measure(config, data, world, device=CPU, concurrent=True)
-    topology, _, _ = measure_topology(world, CPU, cuda_aware=False)
-    table = None
-    with world.together("planning"):
-        if world.rank == 0:
-            problem = Problem(
-                profile=profile,
-                topology=topology,
-                ranks=world.size,
-                schedule=config.pipeline.schedule,
-                policy=config.pipeline.policy,
-                microbatches=config.pipeline.microbatches,
-                max_stages=max_stages,
-                straight=straight,
-            )
-            table = plan_table(plan_of(problem, best_plan(problem).split))
-    return parse_plan(world.broadcast_json(table, what="the plan"), source="the plan")
 
 
 def trained(world: World, config: RunConfig, data: Dataset, plan: PlanFile, minibatches: int) -> float:

@@ -63,6 +63,7 @@ def measure(
 def _measure_size(world: World, device: torch.device, cuda_aware: bool, size: int) -> LinkResult:
     import torch
 
+    from hpcpipe.engine.links import digits
     from hpcpipe.transport.message import ChannelId, Kind
     from hpcpipe.transport.transport import Transport
 
@@ -102,15 +103,10 @@ def _measure_size(world: World, device: torch.device, cuda_aware: bool, size: in
         raw_us=round(raw_us, 3),
         ours_us=round(ours_us, 3),
         overhead_us=round(ours_us - raw_us, 3),
-        raw_gb_s=_digits(size / raw_us / 1e3),
-        ours_gb_s=_digits(size / ours_us / 1e3),
+        raw_gb_s=digits(size / raw_us / 1e3),
+        ours_gb_s=digits(size / ours_us / 1e3),
         fraction_of_raw=round(raw_us / ours_us, 4),
     )
-
-
-def _digits(value: float) -> float:
-    """Four significant ones: a small message on a busy machine moves kilobytes a second."""
-    return float(f"{value:.4g}")
 
 
 def _raw_exchange(world: World, tensor: torch.Tensor, device: torch.device) -> Callable[[], None]:

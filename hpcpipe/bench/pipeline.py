@@ -167,8 +167,7 @@ def side(
 
     size = 1 if alone else world.size
     if alone:
-        unsplit = {"balance": "parameters", "stages": None, "replicas": None, "plan": None, "memory_limit": None}
-        config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=unsplit)})
+        config = config.unsplit()
     chosen = config.pipeline.plan
     file = None if chosen is None else plan_named(chosen, world)
     specs, plan, schedule = lay_out(config, data, size, file)

@@ -5,13 +5,14 @@ It knows no section by name and reads no file.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+
+from hpcpipe.hints import did_you_mean
 
 OBJECT_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 """The form of a user's own object: `mypkg.mymodule:build`."""
@@ -46,13 +47,6 @@ class Mistakes(ValueError):
     def __init__(self, *found: tuple[str, str]) -> None:
         super().__init__("; ".join(f"{key}: {text}" for key, text in found))
         self.found = found
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean "x"?` for the choice closest to `word`, or an empty string when none is close."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return f'; did you mean "{by_lower[close[0]]}"?' if close else ""
 
 
 def quoted(choices: Iterable[str]) -> str:

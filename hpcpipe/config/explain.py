@@ -10,8 +10,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from hpcpipe.config.base import Mistakes, did_you_mean, quoted, shown
+from hpcpipe.config.base import Mistakes, quoted, shown
 from hpcpipe.config.run import RunConfig
+from hpcpipe.hints import did_you_mean
 
 _WANTED = {
     "int_type": "must be a whole number",

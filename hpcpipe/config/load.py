@@ -16,16 +16,13 @@ from pydantic import ValidationError
 
 from hpcpipe.config.explain import explain
 from hpcpipe.config.run import RunConfig
+from hpcpipe.config.sections import SPLIT_BY_HAND, SPLIT_BY_PLAN
 from hpcpipe.errors import ConfigError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-
-_BY_PLAN = ("plan", "memory_limit")
-_BY_HAND = ("stages", "balance", "replicas")
 
 
 def load_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -97,7 +94,7 @@ def _let_go_of_other_splits(tables: dict[str, Any], overridden: Sequence[str]) -
     pipeline = tables.get("pipeline")
     if not isinstance(pipeline, dict):
         return
-    for ways, others in ((_BY_PLAN, _BY_HAND), (_BY_HAND, _BY_PLAN)):
+    for ways, others in ((SPLIT_BY_PLAN, SPLIT_BY_HAND), (SPLIT_BY_HAND, SPLIT_BY_PLAN)):
         if any(f"pipeline.{key}" in overridden for key in ways):
             for key in others:
                 if f"pipeline.{key}" not in overridden:

@@ -15,6 +15,8 @@ from hpcpipe.config.data import DataConfig
 from hpcpipe.config.model import ModelConfig
 from hpcpipe.config.optimizer import AdamwConfig, ConstantRate, OptimizerConfig, RateConfig, SgdConfig
 from hpcpipe.config.sections import (
+    SPLIT_BY_HAND,
+    SPLIT_BY_PLAN,
     CheckpointConfig,
     EvalConfig,
     LossConfig,
@@ -53,6 +55,12 @@ class RunConfig(Section):
         tables = self.model_dump()
         # A section reads best when the name that decides its other keys comes first.
         return toml.dump({key: {"name": table.get("name")} | table for key, table in tables.items()})
+
+    def unsplit(self) -> RunConfig:
+        """Return the same run with nothing said about how layers are dealt out to ranks."""
+        fields = PipelineConfig.model_fields
+        defaults = {key: fields[key].default for key in (*SPLIT_BY_PLAN, *SPLIT_BY_HAND)}
+        return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=defaults)})
 
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:

@@ -19,10 +19,10 @@ from hpcpipe.config.base import (
     Positive,
     Section,
     Whole,
-    did_you_mean,
     name_or_object,
     shown,
 )
+from hpcpipe.hints import did_you_mean
 
 _CANNOT_BE_CAUGHT = ("SIGKILL", "SIGSTOP")
 
@@ -113,6 +113,11 @@ def _is_size(text: str) -> str:
     if not _SIZE.fullmatch(text):
         raise ValueError(f'must be a size with its unit, as in "40GiB" or "512MB", got {shown(text)}')
     return text
+
+
+SPLIT_BY_PLAN = ("plan", "memory_limit")
+SPLIT_BY_HAND = ("stages", "balance", "replicas")
+"""The keys of [pipeline] that decide how layers are dealt out, one way or the other."""
 
 
 class PipelineConfig(Section):
@@ -209,6 +214,11 @@ class CheckpointConfig(Section):
     """Also keep the first checkpoint at or past each multiple of this many minibatches; 0 is none."""
     cut: Literal["inflight", "drain"] = "inflight"
     """Store the minibatches in flight, or drain the pipeline first (needs less memory, costs time)."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether there are checkpoints before the final one."""
+        return bool(self.every or self.minutes or self.auto)
 
     @model_validator(mode="after")
     def _one_kind_of_interval(self) -> CheckpointConfig:

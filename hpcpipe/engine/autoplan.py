@@ -17,6 +17,7 @@ from hpcpipe.config import RunConfig
 from hpcpipe.datasets.protocol import Dataset
 from hpcpipe.engine.links import measure_topology
 from hpcpipe.engine.measure import measure
+from hpcpipe.engine.resources import cuda_aware
 from hpcpipe.planning.figures import report_table
 from hpcpipe.planning.plan_file import PlanFile, load_plan, parse_plan, plan_of, plan_table
 from hpcpipe.planning.problem import Problem
@@ -24,7 +25,6 @@ from hpcpipe.planning.report import report_text
 from hpcpipe.planning.topology import Topology, flat
 from hpcpipe.planning.units import parse_size
 from hpcpipe.simulation.choice import best_plan
-from hpcpipe.transport.cuda import detect
 from hpcpipe.transport.world import World
 
 PLAN_NAME = "plan.json"
@@ -46,7 +46,7 @@ def auto_plan(
 ) -> PlanFile:
     """The plan of this run, the same on every rank: the one in its folder if it is resumed, else a new one.
 
-    All ranks call it. Raises PlanError where no plan fits, ModelError for a layer that cannot be measured.
+    All ranks call it. Raises as `new_plan` does, and PlanError for a plan in the folder that cannot be read.
     """
     kept = Path(config.run.out) / PLAN_NAME
     table: dict[str, Any] | None = None
@@ -56,10 +56,30 @@ def auto_plan(
     table = world.broadcast_json(table, what="the plan from rank 0")
     if table is not None:
         return parse_plan(table, source=str(kept))
+    return new_plan(config, world, data, device=device, say=say)
+
+
+def new_plan(
+    config: RunConfig,
+    world: World,
+    data: Dataset,
+    *,
+    device: torch.device,
+    say: Callable[[str], None],
+    sweeps: int = SWEEPS,
+    straight: bool = False,
+    max_stages: int | None = None,
+) -> PlanFile:
+    """A plan from a profile and links measured now, the same on every rank. All ranks call it.
+
+    `sweeps` over all layers are measured. `straight`, `max_stages`: as in `Problem`. `say` is told about it on
+    rank 0. Raises PlanError where no plan fits, ModelError for a layer that cannot be measured.
+    """
     if world.rank == 0:
         say(f"measuring the model on {world.size} rank{'s' if world.size > 1 else ''} at the same time")
-    profile = measure(config, data, world, device=device, repeats=SWEEPS, concurrent=world.size > 1)
+    profile = measure(config, data, world, device=device, repeats=sweeps, concurrent=world.size > 1)
     topology = _links(config, world, device)
+    table: dict[str, Any] | None = None
     with world.together("planning"):
         if world.rank == 0:
             report = best_plan(
@@ -71,6 +91,8 @@ def auto_plan(
                     schedule=config.pipeline.schedule,
                     policy=config.pipeline.policy,
                     microbatches=config.pipeline.microbatches,
+                    straight=straight,
+                    max_stages=max_stages,
                     cut_in_flight=_cuts_in_flight(config),
                 )
             )
@@ -93,11 +115,7 @@ def _kept(path: Path, ranks: int, say: Callable[[str], None]) -> dict[str, Any] 
 def _links(config: RunConfig, world: World, device: torch.device) -> Topology:
     if world.size == 1:
         return flat(1, _MEMORY_BANDWIDTH)
-    aware = (
-        device.type == "cuda"
-        and detect(config.transport.cuda_aware, world.library, memory_kinds=world.memory_kinds).enabled
-    )
-    topology, _, _ = measure_topology(world, device, cuda_aware=aware)
+    topology, _, _ = measure_topology(world, device, cuda_aware=cuda_aware(config, world, device))
     return topology
 
 
@@ -112,4 +130,4 @@ def _memory(config: RunConfig, device: torch.device) -> int | None:
 
 def _cuts_in_flight(config: RunConfig) -> bool:
     cuts = config.checkpoint
-    return cuts.cut == "inflight" and bool(cuts.every or cuts.minutes or cuts.auto)
+    return cuts.cut == "inflight" and cuts.repeats

@@ -11,7 +11,8 @@ from math import lcm
 
 from hpcpipe.config import RunConfig
 from hpcpipe.engine.plan import Plan
-from hpcpipe.schedule import Policy, Schedule, StageProgram
+from hpcpipe.schedule import Schedule, StageProgram
+from hpcpipe.schedule.policies import keeps_forward_weights
 from hpcpipe.schedule.program import warm_up_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -48,7 +49,7 @@ def _steady_minibatches(schedule: Schedule) -> Sequence[int]:
     """One of each kind of minibatch of the steady state, or of the middle of a run too short to have one."""
     first, last = schedule.segment(schedule.first)
     start = min(first + 2 * schedule.ranks, (first + last) // 2)
-    kinds = lcm(*(schedule.replicas_of(stage) for stage in range(schedule.stages)))
+    kinds = lcm(*schedule.replica_counts)
     return range(start, max(start + 1, min(start + min(kinds, LONGEST_LOOK), last)))
 
 
@@ -99,9 +100,9 @@ def _uneven_microbatches(stage: int, replicas: int, microbatches: int) -> Iterat
 def kept_for_cuts(plan: Plan, schedule: Schedule, config: RunConfig) -> str | None:
     """What cuts cost in memory where a forward's weights are not kept anyway, in words; None if nothing."""
     cuts = config.checkpoint
-    if schedule.synchronous or schedule.policy in (Policy.STASH, Policy.VERTICAL_SYNC) or schedule.drain_every:
+    if schedule.synchronous or keeps_forward_weights(schedule.policy) or schedule.drain_every:
         return None
-    if not (cuts.every or cuts.minutes or cuts.auto):
+    if not cuts.repeats:
         return None
     item = DTYPE_BYTES[config.run.dtype]
     sizes = [

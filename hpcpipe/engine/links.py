@@ -12,17 +12,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
+
+import torch
 
 import hpcpipe
 from hpcpipe.errors import LauncherError
 from hpcpipe.planning.topology import Level, Topology
-
-if TYPE_CHECKING:
-    import torch
-
-    from hpcpipe.transport.transport import Transport
-    from hpcpipe.transport.world import World
+from hpcpipe.transport.message import ChannelId, Kind
+from hpcpipe.transport.transport import Transport
+from hpcpipe.transport.world import World
 
 MESSAGE_BYTES = (8, 64 << 10, 1 << 20, 4 << 20)
 SUM_BYTES = (64 << 10, 1 << 20, 16 << 20)
@@ -190,8 +189,6 @@ class _Job(NamedTuple):
     seconds: float
 
     def transport(self, ranks_of_stage: Sequence[Sequence[int]]) -> Transport:
-        from hpcpipe.transport.transport import Transport
-
         return Transport(
             self.world,
             self.world.waiter,
@@ -209,17 +206,13 @@ def _messages(job: _Job, reach: Reach, size: int) -> MessageResult:
         bytes=size,
         alone_us=round(alone * 1e6, 3),
         loaded_us=round(loaded * 1e6, 3),
-        alone_gb_s=_digits(size / alone / 1e9),
-        loaded_gb_s=_digits(size / loaded / 1e9),
+        alone_gb_s=digits(size / alone / 1e9),
+        loaded_gb_s=digits(size / loaded / 1e9),
     )
 
 
 def _between(job: _Job, pairs: Sequence[tuple[int, int]], size: int, *, both_ways: bool) -> float:
     """Seconds of a message one way: all pairs at the same time, the slowest counts."""
-    import torch
-
-    from hpcpipe.transport.message import ChannelId, Kind
-
     world = job.world
     transport = job.transport([(rank,) for rank in range(world.size)])
     mine = [pair for pair in pairs if world.rank in pair]
@@ -248,8 +241,6 @@ def _between(job: _Job, pairs: Sequence[tuple[int, int]], size: int, *, both_way
 
 
 def _sums(job: _Job, reach: Reach, size: int) -> SumResult:
-    import torch
-
     transport = job.transport(reach.groups)
     mine = next(index for index, ranks in enumerate(reach.groups) if job.world.rank in ranks)
     flat = torch.zeros(size // 4, device=job.device)
@@ -268,12 +259,12 @@ def _sums(job: _Job, reach: Reach, size: int) -> SumResult:
         ranks=ranks,
         bytes=size,
         ms=round(seconds * 1e3, 4),
-        bus_gb_s=_digits(2 * (ranks - 1) / ranks * size / seconds / 1e9),
+        bus_gb_s=digits(2 * (ranks - 1) / ranks * size / seconds / 1e9),
     )
 
 
-def _digits(value: float) -> float:
-    """Four significant ones."""
+def digits(value: float) -> float:
+    """Four significant ones: a small message on a busy machine moves kilobytes a second."""
     return float(f"{value:.4g}")
 
 

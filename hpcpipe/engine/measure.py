@@ -28,15 +28,16 @@ from hpcpipe.engine.clocks import clock_of
 from hpcpipe.engine.messages import DEFAULT_MESSAGE_S, message_seconds
 from hpcpipe.engine.objective import Objective
 from hpcpipe.engine.plan import Plan
+from hpcpipe.engine.resources import cuda_aware
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.steering import Steering
 from hpcpipe.engine.sweeps import Nothing, Sample, Sweeps
 from hpcpipe.models.build import build_layers
-from hpcpipe.models.layers import LayerSpec, inspect_layers
+from hpcpipe.models.layers import LayerSpec
 from hpcpipe.models.loss import make_loss
 from hpcpipe.planning.profile import LayerCost, Profile
-from hpcpipe.schedule import Place, Policy, Schedule
-from hpcpipe.transport.cuda import detect
+from hpcpipe.schedule import Place, Schedule
+from hpcpipe.schedule.policies import keeps_forward_weights
 from hpcpipe.transport.world import World
 
 DEFAULT_REPEATS = 20
@@ -85,7 +86,7 @@ def measure(
     """
     if world is None or world.size == 1:
         return _profile(_figures(config, data, None, device, repeats, step), message_s=None, ranks=1)
-    message_s = _message_seconds(config, world, device)
+    message_s = message_seconds(world, device, cuda_aware=cuda_aware(config, world, device))
     # However long a sweep takes, nobody is lost.
     with world.waiter.patiently():
         if concurrent:
@@ -149,18 +150,17 @@ class _Measuring:
 
     def __init__(self, config: RunConfig, data: Dataset, device: torch.device, sweeps: int) -> None:
         # However the run splits the model, here it is one stage, and then one stage a layer.
-        unsplit = {"balance": "parameters", "stages": None, "replicas": None, "plan": None, "memory_limit": None}
-        config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=unsplit)})
+        config = config.unsplit()
         self._config = config
         self._data = data
         self._device = device
         self._clock = clock_of(device)
-        specs, plan, schedule = lay_out(config, data, 1)
+        _, plan, schedule = lay_out(config, data, 1)
         # Every sweep makes an update, and the last of them still predicts.
         schedule = replace(schedule, minibatches=schedule.minibatches + sweeps + 1, drain_every=0)
         self._schedule = schedule
         self._plan = plan
-        self._shared = inspect_layers(specs, config.run.seed).shared
+        self._shared = plan.shared
         count = len(plan.names)
         split = replace(
             plan, bounds=tuple((index, index + 1) for index in range(count)), ranks_of_stage=((0,),) * count
@@ -342,16 +342,9 @@ def _median_over_ranks(everyone: Sequence[Figures]) -> Figures:
     return {**everyone[0], "times": {name: _medians([one["times"][name] for one in everyone]) for name in names}}
 
 
-def _message_seconds(config: RunConfig, world: World, device: torch.device) -> float:
-    aware = False
-    if device.type == "cuda":
-        aware = detect(config.transport.cuda_aware, world.library, memory_kinds=world.memory_kinds).enabled
-    return message_seconds(world, device, cuda_aware=aware)
-
-
 def _substitutes(schedule: Schedule) -> bool:
     """Whether backward passes run on other weights than their forward passes."""
-    return not schedule.synchronous and schedule.policy in (Policy.NONE, Policy.SPECTRAIN)
+    return not schedule.synchronous and not keeps_forward_weights(schedule.policy)
 
 
 def _medians(runs: Sequence[Sequence[float]]) -> list[float]:

@@ -32,6 +32,8 @@ class Plan:
 
     names: tuple[str, ...]
     parameter_counts: tuple[int, ...]
+    shared: tuple[tuple[str, str, str], ...]
+    """(earlier layer, later layer, name in the later one) of what layers of the same stage share."""
     bounds: Bounds
     ranks_of_stage: Ranks
     fingerprint: str
@@ -101,6 +103,7 @@ def make_plan(
     return Plan(
         names=names,
         parameter_counts=inspection.parameter_counts,
+        shared=inspection.shared,
         bounds=bounds,
         ranks_of_stage=ranks_of_stage,
         fingerprint=inspection.fingerprint,

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hpcpipe.config import RunConfig, load_run, parse_run
+from hpcpipe.config import RunConfig
 from hpcpipe.datasets.build import build_dataset
 from hpcpipe.engine.measure import measure
 from hpcpipe.engine.resources import choose_device, set_threads
-from hpcpipe.errors import LauncherError, UserError
+from hpcpipe.engine.run_file import agreed_run, naming
+from hpcpipe.errors import LauncherError
 from hpcpipe.observe.progress import Progress
 from hpcpipe.planning.profile import Profile
 from hpcpipe.transport.world import World
@@ -40,12 +41,8 @@ def take_profile(world: World, options: ProfileOptions) -> Profile:
         raise LauncherError(
             "--concurrent needs several ranks, there is 1: start them with mpirun -n N hpcpipe profile ..."
         )
-    tables = None
-    if world.rank == 0:
-        tables = load_run(options.run_file, options.overrides).model_dump(mode="json", exclude_none=True)
-    tables = world.broadcast_json(tables, what="the run file from rank 0")
-    config = parse_run(tables, source=options.run_file)
-    try:
+    config = agreed_run(world, options.run_file, options.overrides)
+    with naming(options.run_file):
         with world.together("preparing device and data"):
             device = choose_device(config, world)
             data = build_dataset(config.data, config.run.seed)
@@ -63,10 +60,6 @@ def take_profile(world: World, options: ProfileOptions) -> Profile:
             )
         finally:
             progress.close()
-    except UserError as error:
-        if str(error).startswith(options.run_file):
-            raise
-        raise type(error)(f"{options.run_file}: {error}") from error
 
 
 def _set_threads(config: RunConfig, world: World, options: ProfileOptions) -> None:

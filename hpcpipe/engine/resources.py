@@ -1,4 +1,6 @@
-"""What a rank computes on: its device and its threads, from the run file and from its place on its host."""
+"""What a rank computes on: its device and its threads, from the run file and from its place on its host.
+
+Also whether MPI may be given that device's memory."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 
 from hpcpipe.config import RunConfig
 from hpcpipe.errors import ConfigError
+from hpcpipe.transport.cuda import detect
 from hpcpipe.transport.world import World
 
 
@@ -25,6 +28,13 @@ def choose_device(config: RunConfig, world: World) -> torch.device:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.set_device(device)
     return device
+
+
+def cuda_aware(config: RunConfig, world: World, device: torch.device) -> bool:
+    """Whether MPI may be given the memory of `device`."""
+    if device.type != "cuda":
+        return False
+    return detect(config.transport.cuda_aware, world.library, memory_kinds=world.memory_kinds).enabled
 
 
 def set_threads(config: RunConfig, world: World) -> int:

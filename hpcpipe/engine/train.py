@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import hpcpipe
-from hpcpipe.config import RunConfig, load_run, parse_run
+from hpcpipe.config import RunConfig
 from hpcpipe.datasets.build import build_dataset
 from hpcpipe.datasets.protocol import Dataset
 from hpcpipe.engine import restore
@@ -29,10 +29,11 @@ from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.planned import plan_named, remarks
 from hpcpipe.engine.report import announce, rank_summary, summarise
 from hpcpipe.engine.resources import choose_device, set_threads
+from hpcpipe.engine.run_file import agreed_run, naming
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.signals import on_signals, stop_file
 from hpcpipe.engine.steering import Steering
-from hpcpipe.errors import EXIT_DONE, EXIT_REQUEUE, HpcpipeError, UserError
+from hpcpipe.errors import EXIT_DONE, EXIT_REQUEUE, HpcpipeError
 from hpcpipe.models.layers import LayerSpec
 from hpcpipe.observe.activity import Activity
 from hpcpipe.observe.metrics import MetricsFile
@@ -61,12 +62,7 @@ def train(world: World, options: TrainOptions) -> int:
 
     Raises UserError for wrong input, and whatever a rank meets on its way: the caller ends the job.
     """
-    # Rank 0 alone reads the run file: one message if it is wrong, one version of it for all.
-    tables = None
-    if world.rank == 0:
-        tables = load_run(options.run_file, options.overrides).model_dump(mode="json", exclude_none=True)
-    tables = world.broadcast_json(tables, what="the run file from rank 0")
-    return _Job(world, parse_run(tables, source=options.run_file), options).run()
+    return _Job(world, agreed_run(world, options.run_file, options.overrides), options).run()
 
 
 class _Job:
@@ -78,7 +74,7 @@ class _Job:
         self._options = options
         self._directory = Path(config.run.out)
         self._began = time.perf_counter()
-        with world.together("choosing the device"), _naming(options.run_file):
+        with world.together("choosing the device"), naming(options.run_file):
             self._device = choose_device(config, world)
         self._threads = set_threads(config, world)
         self._waiter = Waiter(
@@ -169,10 +165,10 @@ class _Job:
     def _prepare(self) -> tuple[Dataset, list[LayerSpec], Plan, Schedule, list[str]]:
         """Data, model and plan: the same on every rank, so what is wrong with them is said once; and remarks."""
         config = self._config
-        with self._world.together("preparing the data"), _naming(self._options.run_file):
+        with self._world.together("preparing the data"), naming(self._options.run_file):
             data = build_dataset(config.data, config.run.seed)
         file = self._plan_file(data)
-        with self._world.together("preparing model and plan"), _naming(self._options.run_file):
+        with self._world.together("preparing model and plan"), naming(self._options.run_file):
             specs, plan, schedule = lay_out(config, data, self._world.size, file)
         return data, specs, plan, schedule, [] if file is None else remarks(file, config, self._device)
 
@@ -343,12 +339,3 @@ def _named(places: Sequence[Place]) -> str:
     if len(places) == 1:
         return str(places[0])
     return "stage " + ", ".join(str(place.stage) for place in places)
-
-
-@contextmanager
-def _naming(run_file: str) -> Iterator[None]:
-    """Put the run file's name before what is wrong with what it asks for."""
-    try:
-        yield
-    except UserError as error:
-        raise type(error)(f"{run_file}: {error}") from error

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from hpcpipe.schedule.actions import COMPUTES, Action, Op
-
-BUSY = COMPUTES | {Op.UPDATE, Op.PREDICT}
+from hpcpipe.schedule.actions import Action
+from hpcpipe.schedule.timeline import BUSY, trace_event
 
 
 class Activity:
@@ -24,19 +23,8 @@ class Activity:
         """`action` ran from `began` to `ended`."""
         self.seconds[action.op.value] += ended - began
         if self._trace:
-            micro = f".{action.microbatch}" if action.microbatch else ""
-            self.events.append(
-                {
-                    "name": f"{action.op.value}{action.minibatch}{micro}",
-                    "cat": "busy" if action.op in BUSY else "message",
-                    "ph": "X",
-                    "ts": (began - self._origin) * 1e6,
-                    "dur": (ended - began) * 1e6,
-                    "pid": self._rank,
-                    "tid": action.stage,
-                    "args": {"version": action.version, "distance": action.distance},
-                }
-            )
+            origin = self._origin
+            self.events.append(trace_event(action, self._rank, began - origin, ended - origin))
 
     def busy_seconds(self) -> float:
         """Seconds spent computing."""

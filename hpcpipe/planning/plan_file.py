@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcpipe.errors import PlanError
+from hpcpipe.hints import did_you_mean
 from hpcpipe.planning import records
 from hpcpipe.planning.problem import Problem, Split
 from hpcpipe.planning.profile import Profile, parse_profile, profile_table
@@ -73,7 +74,7 @@ class PlanFile:
             before = -1
             for name in stage.layers:
                 if name not in number:
-                    near = records.did_you_mean(str(name), number)
+                    near = did_you_mean(str(name), number)
                     raise PlanError(f"{where}: {records.shown(name)} is no layer of the profile{near}")
                 if number[name] in stage_of:
                     other = stage_of[number[name]]
@@ -197,6 +198,6 @@ def _stage(entry: Any, where: str) -> PlannedStage:
 
 def _one_of(found: object, choices: Any, key: str) -> None:
     if not isinstance(found, str) or found not in choices:
-        near = records.did_you_mean(found, choices) if isinstance(found, str) else ""
+        near = did_you_mean(found, choices) if isinstance(found, str) else ""
         wanted = ", ".join(f'"{choice}"' for choice in choices)
         raise PlanError(f"{key}: must be one of {wanted}, got {records.shown(found)}{near}")

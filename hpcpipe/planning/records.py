@@ -6,16 +6,16 @@ expected and what was found. It knows no record by name.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcpipe.durable import replace_file
 from hpcpipe.errors import PlanError
+from hpcpipe.hints import did_you_mean
 
 LONGEST_FILE = 64 * 2**20
 """Bytes: far above the plan of ten thousand ranks, and read in a moment."""
@@ -131,12 +131,6 @@ def text(found: Any, where: str) -> str:
 
 def wrong(where: str, expected: str, got: object) -> NoReturn:
     raise PlanError(f"{where}: must be {expected}, got {shown(got)}")
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean "x"?` for the closest choice, or an empty string when none is close."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f'; did you mean "{close[0]}"?' if close else ""
 
 
 def shown(value: object) -> str:

@@ -34,7 +34,7 @@ def ring_depths(schedule: Schedule, groups: Sequence[Sequence[Place]] | None = N
 
 def short_run(schedule: Schedule) -> Schedule:
     """A run of a few minibatches that fills, repeats, evaluates and drains as `schedule` does."""
-    common = 1 if schedule.synchronous else lcm(*schedule.replica_counts)
+    common = schedule.common_round
     length = 4 if schedule.synchronous else 4 * (schedule.ranks + common)
     span = schedule.minibatches - schedule.first
     length += (span - length) % common

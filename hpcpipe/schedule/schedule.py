@@ -132,7 +132,7 @@ class Schedule:
         return range(begin, min(begin + length, last))
 
     @cached_property
-    def _common_round(self) -> int:
+    def common_round(self) -> int:
         """Minibatches after which the rounds of all stages end together."""
         return 1 if self.synchronous else lcm(*self.replica_counts)
 
@@ -143,7 +143,7 @@ class Schedule:
     def next_boundary(self, minibatch: int) -> int:
         """The first boundary at or past `minibatch`, which is one of this run's."""
         first, last = self.segment(minibatch)
-        common = self._common_round
+        common = self.common_round
         return min(minibatch + common - 1 - (minibatch - first) % common, last - 1)
 
     def due(self, every: int, minibatch: int) -> bool:
@@ -151,7 +151,7 @@ class Schedule:
         if not every or not self.is_boundary(minibatch):
             return False
         first, _ = self.segment(minibatch)
-        since = minibatch - (minibatch - first) % self._common_round
+        since = minibatch - (minibatch - first) % self.common_round
         return (minibatch + 1) // every > since // every
 
     def evaluates_after(self, minibatch: int) -> bool:

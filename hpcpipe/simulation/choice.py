@@ -9,19 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 from hpcpipe.planning.alternatives import Alternative, alternatives, fewer_ranks, is_allowed, limits, work_s
 from hpcpipe.planning.figures import Forecast, Report, Row
 from hpcpipe.planning.plan_file import plan_of
 from hpcpipe.planning.problem import Problem, Split
 from hpcpipe.planning.search import partition
-from hpcpipe.simulation.predict import SHORTEST, predict, schedule_of
+from hpcpipe.simulation.predict import SHORTEST, actions_of, predict, schedule_of
 from hpcpipe.simulation.simulate import in_flight
 
 _SIMULATED = 500_000
 """Actions: a second or two. What is larger is forecast by its slowest part alone."""
-_PER_PASS = 7
-"""F, B and U, and four messages."""
 
 
 def best_plan(problem: Problem, notes: Sequence[str] = (), *, by_cost: bool = False) -> Report:
@@ -30,10 +29,12 @@ def best_plan(problem: Problem, notes: Sequence[str] = (), *, by_cost: bool = Fa
     `by_cost`: the former in any case. `notes` are lines about what was assumed, for the report. Raises PlanError
     where no plan fits.
     """
+    # The simple plans are often one and the same, and the one of the lowest cost.
+    forecast_of = cache(partial(_forecast, problem))
     split = partition(problem)
-    forecast = _forecast(problem, split)
+    forecast = forecast_of(split)
     rows = [
-        Row(alternative=each, forecast=None if each.split is None else _forecast(problem, each.split))
+        Row(alternative=each, forecast=None if each.split is None else forecast_of(each.split))
         for each in alternatives(problem)
     ]
     if not by_cost:
@@ -64,10 +65,10 @@ def best_plan(problem: Problem, notes: Sequence[str] = (), *, by_cost: bool = Fa
 def _forecast(problem: Problem, split: Split) -> Forecast:
     """What the simulator says of a plan's steady state, or its slowest part where that would take long."""
     asked = plan_of(problem, split)
-    common = 1 if problem.synchronous else math.lcm(*split.replicas)
+    short = schedule_of(asked, minibatches=SHORTEST)
     # Long enough to fill, and for several rounds that all stages end together.
-    minibatches = max(SHORTEST, 4 * in_flight(schedule_of(asked, minibatches=SHORTEST)), 8 * common)
-    if minibatches * len(split.stages) * problem.passes * _PER_PASS <= _SIMULATED:
+    minibatches = max(SHORTEST, 4 * in_flight(short), 8 * short.common_round)
+    if actions_of(replace(short, minibatches=minibatches)) <= _SIMULATED:
         found = predict(asked, minibatches=minibatches)
         if found.steady is not None:
             return Forecast(

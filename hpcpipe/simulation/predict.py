@@ -24,6 +24,11 @@ _PER_PASS = 7
 """F, B and U, and four messages."""
 
 
+def actions_of(schedule: Schedule) -> int:
+    """About how many actions a simulation of `schedule` goes through, over all ranks."""
+    return schedule.minibatches * schedule.stages * schedule.microbatches * _PER_PASS
+
+
 def schedule_of(plan: PlanFile, *, minibatches: int | None = None, target: Target = Target.ROUND_TRIP) -> Schedule:
     """The schedule by which a plan is run; by default long enough for a steady state, if that is not too long."""
     schedule = Schedule(
@@ -36,9 +41,8 @@ def schedule_of(plan: PlanFile, *, minibatches: int | None = None, target: Targe
         replicas=plan.replicas,
     )
     if minibatches is None:
-        minibatches = max(SHORTEST, 4 * in_flight(schedule))
-        if minibatches * schedule.stages * schedule.microbatches * _PER_PASS > _ACTIONS:
-            minibatches = SHORTEST
+        long = replace(schedule, minibatches=max(SHORTEST, 4 * in_flight(schedule)))
+        return schedule if actions_of(long) > _ACTIONS else long
     return replace(schedule, minibatches=minibatches)
 
 

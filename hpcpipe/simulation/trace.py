@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcpipe.errors import PlanError
-from hpcpipe.schedule import Action, Op
-from hpcpipe.schedule.actions import COMPUTES, SENDS
+from hpcpipe.schedule import Action
+from hpcpipe.schedule.actions import SENDS
+from hpcpipe.schedule.timeline import BUSY, MICROSECONDS, mark, trace_event
 from hpcpipe.simulation.result import Simulated
-
-BUSY = COMPUTES | {Op.UPDATE, Op.PREDICT}
-"""What a rank computes; in everything else it waits."""
-_MICROSECONDS = 1e6
-
-
-def mark(action: Action) -> str:
-    """The action in a word: F3, or F3.1 for microbatch 1."""
-    micro = f".{action.microbatch}" if action.microbatch else ""
-    return f"{action.op.value}{action.minibatch}{micro}"
 
 
 def trace_events(simulated: Simulated) -> Iterator[dict[str, Any]]:
@@ -40,23 +31,12 @@ def trace_events(simulated: Simulated) -> Iterator[dict[str, Any]]:
             track = {"name": f"stage {place.stage}"}
             yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": place.stage, "args": track}
     for event in simulated.events:
-        action = event.action
-        start = event.start * _MICROSECONDS
-        yield {
-            "name": mark(action),
-            "cat": "busy" if action.op in BUSY else "message",
-            "ph": "X",
-            "ts": start,
-            "dur": (event.end - event.start) * _MICROSECONDS,
-            "pid": event.rank,
-            "tid": action.stage,
-            "args": {"version": action.version, "distance": action.distance},
-        }
-        if action.op in BUSY:
+        yield trace_event(event.action, event.rank, event.start, event.end)
+        if event.action.op in BUSY:
             yield {
                 "name": "bytes held",
                 "ph": "C",
-                "ts": event.end * _MICROSECONDS,
+                "ts": event.end * MICROSECONDS,
                 "pid": event.rank,
                 "args": {"bytes": event.held},
             }
@@ -74,8 +54,8 @@ def _links(simulated: Simulated, process: int) -> Iterator[dict[str, Any]]:
             "name": mark(transfer.action),
             "cat": "transfer",
             "ph": "X",
-            "ts": transfer.start * _MICROSECONDS,
-            "dur": (transfer.end - transfer.start) * _MICROSECONDS,
+            "ts": transfer.start * MICROSECONDS,
+            "dur": (transfer.end - transfer.start) * MICROSECONDS,
             "pid": process,
             "tid": tracks[transfer.link],
             "args": _ends(transfer.action),
