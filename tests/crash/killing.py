@@ -8,6 +8,8 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpcpipe.checkpoint.digest import digest
@@ -67,27 +69,39 @@ def losses_of(out: Path) -> list[tuple[int, float]]:
     return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
 
 
+@contextmanager
+def running(run_file: Path, out: Path, *options: str, ranks: int = RANKS) -> Iterator[subprocess.Popen[str]]:
+    """A run that goes on while the block does; nothing of it is left behind it."""
+    process = subprocess.Popen(
+        mpirun(HPCPIPE, ranks, "train", str(run_file), "--out", str(out), *options),
+        env=rank_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        kill_tree(process.pid)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks that are alive, in ascending order."""
+    return sorted(pid for pid in descendants(process.pid) if is_rank(pid))
+
+
 def kill_one_rank(
     run_file: Path, out: Path, *options: str, after_s: float, chooser: random.Random, ranks: int = RANKS
 ) -> int | None:
     """Start a run, kill one of its ranks after a while; its exit code, None if it ended before."""
-    command = mpirun(HPCPIPE, ranks, "train", str(run_file), "--out", str(out), "--resume", "auto", *options)
-    process = subprocess.Popen(
-        command,
-        env=rank_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
+    with running(run_file, out, "--resume", "auto", *options, ranks=ranks) as process:
         time.sleep(after_s)
-        alive = [pid for pid in descendants(process.pid) if is_rank(pid)]
+        alive = ranks_of(process)
         if alive:
             os.kill(chooser.choice(alive), signal.SIGKILL)
-        rc = process.wait(timeout=TIME_LIMIT_S)
-    finally:
-        kill_tree(process.pid)
-    return rc if alive else None
+        process.communicate(timeout=TIME_LIMIT_S)
+    return process.returncode if alive else None
 
 
 def is_rank(pid: int) -> bool:

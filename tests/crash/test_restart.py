@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from hpcpipe.checkpoint.sets import choose
 from tests.crash.killing import (
-    HPCPIPE,
-    RANKS,
     TIME_LIMIT_S,
     digest_of,
-    is_rank,
     kill_one_rank,
     losses_of,
+    ranks_of,
     run_file_of,
+    running,
     train,
     wait_for_steps,
 )
-from tests.mpi.launch import Result, descendants, kill_tree, mpirun, rank_environment
+from tests.mpi.launch import Result
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -84,23 +82,13 @@ def test_a_request_to_stop_ends_all_ranks_with_75_and_a_checkpoint_that_continue
     # A total of its own, so that the learning rates do not depend on where the run ends.
     longer = ["--set", "run.epochs=40", "--set", "lr_schedule.total=1800"]
     out = tmp_path / "stopped"
-    process = subprocess.Popen(
-        mpirun(HPCPIPE, RANKS, "train", str(run_file), "--out", str(out), *longer),
-        env=rank_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with running(run_file, out, *longer) as process:
         wait_for_steps(out, 30)
         if ask.endswith("SIGUSR1"):
-            os.kill(max(pid for pid in descendants(process.pid) if is_rank(pid)), signal.SIGUSR1)
+            os.kill(ranks_of(process)[-1], signal.SIGUSR1)
         else:
             (out / "STOP").touch()
         _, stderr = process.communicate(timeout=TIME_LIMIT_S)
-    finally:
-        kill_tree(process.pid)
     assert process.returncode == 75, stderr
 
     (out / "STOP").unlink(missing_ok=True)
@@ -124,19 +112,11 @@ def test_a_request_to_stop_ends_all_ranks_with_75_and_a_checkpoint_that_continue
 def test_sigterm_to_one_rank_is_a_request_to_stop_as_well(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run_file = run_file_of(tmp_path, "stash")
-    process = subprocess.Popen(
-        mpirun(HPCPIPE, 2, "train", str(run_file), "--out", str(out), "--set", "run.epochs=400"),
-        env=rank_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
+    with running(run_file, out, "--set", "run.epochs=400", ranks=2) as process:
         wait_for_steps(out, 10)
-        os.kill(next(pid for pid in descendants(process.pid) if is_rank(pid)), signal.SIGTERM)
-        assert process.wait(timeout=TIME_LIMIT_S) == 75
-    finally:
-        kill_tree(process.pid)
+        os.kill(ranks_of(process)[0], signal.SIGTERM)
+        process.communicate(timeout=TIME_LIMIT_S)
+    assert process.returncode == 75
     assert choose(out, deep=True)[0].step >= 10
 
 

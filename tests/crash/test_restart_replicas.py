@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from hpcpipe.checkpoint.sets import choose
 from tests.crash.killing import (
-    HPCPIPE,
     TIME_LIMIT_S,
     digest_of,
-    is_rank,
     kill_one_rank,
     losses_of,
+    ranks_of,
     run_file_of,
+    running,
     train,
     wait_for_steps,
 )
-from tests.mpi.launch import descendants, kill_tree, mpirun, rank_environment
 
 
 def replicated(*counts: int) -> list[str]:
@@ -80,21 +78,10 @@ def test_a_request_to_any_replica_stops_all_at_one_cut_that_continues_to_the_bit
 ) -> None:
     run_file, out, options = run_file_of(tmp_path, "spectrain"), tmp_path / "stopped", replicated(1, 2, 1)
     longer = [*options, "--set", "run.epochs=40", "--set", "lr_schedule.total=1800"]
-    process = subprocess.Popen(
-        mpirun(HPCPIPE, 4, "train", str(run_file), "--out", str(out), *longer),
-        env=rank_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    with running(run_file, out, *longer, ranks=4) as process:
         wait_for_steps(out, 30)
-        asked = sorted(pid for pid in descendants(process.pid) if is_rank(pid))[place]
-        os.kill(asked, signal.SIGUSR1)
+        os.kill(ranks_of(process)[place], signal.SIGUSR1)
         _, stderr = process.communicate(timeout=TIME_LIMIT_S)
-    finally:
-        kill_tree(process.pid)
     assert process.returncode == 75, stderr
 
     stopped_at = choose(out, deep=True)[0].step

@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from tests.mpi.fake_adder import FakeAdder
-from tests.mpi.launch import run
-from tests.mpi.programs import group_cases
-from tests.mpi.programs.transport_cases import names
+from tests.mpi.launch import Result, run
+from tests.mpi.programs import group_cases, transport_cases
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -25,11 +24,17 @@ def _can_send_device_memory() -> bool:
     return bool(json.loads(shown.stdout)["mpi"].get("device_exchange") == "works")
 
 
+def _done(result: Result) -> set[str]:
+    return {line.split()[1] for line in result.stdout.splitlines() if line.endswith(" ok")}
+
+
 def test_two_ranks_on_one_card_exchange_through_pinned_memory() -> None:
     result = run("transport_cases.py", 2, "cuda", timeout_s=120)
 
     assert result.rc == 0, str(result)
-    assert set(names(["cuda"])) <= {line.split()[1] for line in result.stdout.splitlines() if line.endswith(" ok")}
+    assert set(transport_cases.CASES.names(["cuda"])) <= {
+        line.split()[1] for line in result.stdout.splitlines() if line.endswith(" ok")
+    }
 
 
 def test_two_ranks_on_one_card_exchange_device_memory() -> None:
@@ -46,8 +51,7 @@ def test_two_replicas_on_one_card_sum_through_pinned_memory() -> None:
     result = run("group_cases.py", 2, "cuda", timeout_s=120)
 
     assert result.rc == 0, str(result)
-    done = {line.split()[1] for line in result.stdout.splitlines() if line.endswith(" ok")}
-    assert set(group_cases.names(["cuda"])) <= done
+    assert set(group_cases.CASES.names(["cuda"])) <= _done(result)
 
 
 def test_two_replicas_on_one_card_sum_device_memory() -> None:

@@ -6,9 +6,22 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from hpcpipe.config import RunConfig
 from tests.mpi.launch import run
 from tests.oracle.runs import Outcome, outcome_of, write_run_file
+
+
+def train_each(
+    configs: Mapping[str, RunConfig], ranks: Mapping[str, int], factory: pytest.TempPathFactory
+) -> dict[str, Outcome]:
+    """The same for runs on different numbers of ranks: one job for each number."""
+    found: dict[str, Outcome] = {}
+    for number in sorted(set(ranks.values())):
+        mine = {name: config for name, config in configs.items() if ranks[name] == number}
+        found |= train_all(mine, number, factory.mktemp(f"on{number}"))
+    return found
 
 
 def train_all(

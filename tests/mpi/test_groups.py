@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.mpi.launch import Result, run
-from tests.mpi.programs.group_cases import names
+from tests.mpi.programs.group_cases import CASES
 
 RUNS: dict[int, list[str]] = {2: ["host", "aware", "staged"], 3: ["host", "staged"], 4: ["host"]}
 
@@ -23,7 +23,7 @@ def outcome() -> Callable[[int], Result]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(ranks, case) for ranks, memories in RUNS.items() for case in names(memories)]
+    ("ranks", "case"), [(ranks, case) for ranks, memories in RUNS.items() for case in CASES.names(memories)]
 )
 def test_case(ranks: int, case: str, outcome: Callable[[int], Result]) -> None:
     result = outcome(ranks)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hpcpipe.config import RunConfig
-from tests.mpi.pipeline_runs import train_all
+from tests.mpi.pipeline_runs import train_each
 from tests.oracle.cases import MLP, NETS, OPTIMIZERS, POLICIES, ROWS, SETTINGS, Sections, case, laid_over
 from tests.oracle.data import OneSided
 from tests.oracle.plain import train_plainly
@@ -90,11 +90,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
 
 @pytest.fixture(scope="module")
 def outcomes(configs: dict[str, RunConfig], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
-    for ranks in (2, 3, 4):
-        mine = {name: config for name, config in configs.items() if CASES[name].ranks == ranks}
-        found |= train_all(mine, ranks, tmp_path_factory.mktemp(f"on{ranks}"))
-    return found
+    return train_each(configs, {name: one.ranks for name, one in CASES.items()}, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case in ASYNCHRONOUS])

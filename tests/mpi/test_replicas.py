@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hpcpipe.config import RunConfig
-from tests.mpi.pipeline_runs import train_all
+from tests.mpi.pipeline_runs import train_each
 from tests.oracle.cases import NETS, OPTIMIZERS, POLICIES, SETTINGS, Sections, case, laid_over
 from tests.oracle.plain import train_plainly
 from tests.oracle.replay import replay
@@ -107,11 +107,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
 
 @pytest.fixture(scope="module")
 def outcomes(configs: dict[str, RunConfig], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    found: dict[str, Outcome] = {}
-    for ranks in sorted({one.ranks for one in CASES.values()}):
-        mine = {name: config for name, config in configs.items() if CASES[name].ranks == ranks}
-        found |= train_all(mine, ranks, tmp_path_factory.mktemp(f"on{ranks}"))
-    return found
+    return train_each(configs, {name: one.ranks for name, one in CASES.items()}, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from tests.mpi.launch import Result, run
-from tests.mpi.programs.transport_cases import names
+from tests.mpi.programs.transport_cases import CASES
 
 # The smallest rendezvous limit of UCX makes every message wait for its receiver, as large ones do.
 RUNS: dict[int, tuple[list[str], dict[str, str]]] = {
@@ -29,7 +29,7 @@ def outcome() -> Callable[[int], Result]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [(ranks, case) for ranks, (memories, _) in RUNS.items() for case in names(memories)]
+    ("ranks", "case"), [(ranks, case) for ranks, (memories, _) in RUNS.items() for case in CASES.names(memories)]
 )
 def test_case(ranks: int, case: str, outcome: Callable[[int], Result]) -> None:
     result = outcome(ranks)

@@ -25,7 +25,7 @@ from hpcpipe.transport.reduce import BucketReduce
 from hpcpipe.transport.transport import DEFAULT_CHUNK_BYTES
 from hpcpipe.transport.world import World
 from tests.mpi.fake_device import FakeDevice
-from tests.mpi.programs.transport_cases import Bench, bits, error_of
+from tests.mpi.programs.bench import Bench, Cases, bits, error_of
 
 Buckets = list[tuple[int, int]]
 ODD: Buckets = [(900, 1003), (300, 900), (17, 300), (16, 17), (0, 16)]
@@ -498,28 +498,8 @@ ONCE: tuple[Callable[[Bench], None], ...] = (
 )
 
 
-def names(memories: list[str]) -> list[str]:
-    """The names of all cases, as they are printed."""
-    return [name for name, _, _ in selected(memories)]
-
-
-def selected(memories: list[str]) -> list[tuple[str, str, Callable[[Bench], None]]]:
-    return [(case.__name__, memories[0], case) for case in ONCE] + [
-        (f"{case.__name__}[{memory}]", memory, case) for memory in memories for case in PER_MEMORY
-    ]
-
-
-def main(world: World, memories: list[str]) -> int:
-    torch.set_num_threads(1)
-    for name, memory, case in selected(memories):
-        if world.rank == 0:
-            print(f"begin {name}", flush=True)
-        case(Bench(world, memory))
-        world.barrier(f"the end of case {name}")
-        if world.rank == 0:
-            print(f"case {name} ok", flush=True)
-    return 0
+CASES = Cases(ONCE, PER_MEMORY)
 
 
 if __name__ == "__main__":
-    sys.exit(run_job(lambda world: main(world, sys.argv[1:] or ["host", "aware", "staged"])))
+    sys.exit(run_job(lambda world: CASES.run(world, sys.argv[1:] or ["host", "aware", "staged"])))

@@ -11,20 +11,17 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcpipe.errors import TransportError
-from hpcpipe.transport.buffers import DeviceApi
 from hpcpipe.transport.job import run_job
 from hpcpipe.transport.message import ChannelId, Kind, Message, Receiver, Sender
 from hpcpipe.transport.reports import Reports
-from hpcpipe.transport.transport import DEFAULT_CHUNK_BYTES, Transport
-from hpcpipe.transport.world import World
-from tests.mpi.fake_device import FakeDevice
+from hpcpipe.transport.transport import DEFAULT_CHUNK_BYTES
+from tests.mpi.programs.bench import Bench, Cases, bits, error_of
 
 DTYPES = [
     torch.float32,
@@ -43,47 +40,6 @@ DTYPES = [
     torch.bool,
 ]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (7,), (3, 0, 2), (2, 3), (2, 3, 4, 5), (1, 1, 1, 1, 1, 1, 2)]
-
-
-class Bench:
-    """A transport over one kind of memory, and the ends of this rank in a chain of stages."""
-
-    def __init__(self, world: World, memory: str) -> None:
-        self.world = world
-        self.memory = memory
-        self.fake = FakeDevice() if memory in ("aware", "staged") else None
-        self.device = torch.device("cuda", 0) if memory.startswith("cuda") else torch.device("cpu")
-
-    def transport(
-        self, *, ranks_of_stage: list[list[int]] | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    ) -> Transport:
-        api: DeviceApi | None = self.fake
-        return Transport(
-            self.world,
-            self.world.waiter,
-            ranks_of_stage=ranks_of_stage or [[rank] for rank in range(self.world.size)],
-            device=self.device,
-            cuda_aware=self.memory in ("aware", "cuda-aware"),
-            chunk_bytes=chunk_bytes,
-            device_api=api,
-        )
-
-    def settle(self) -> None:
-        """Let the device finish what is queued, as reading a value on the host does."""
-        if self.fake is not None:
-            self.fake.synchronize()
-
-    def random(self, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Random bytes as a tensor: every bit pattern, NaNs too; only bool must be 0 or 1."""
-        count = int(np.prod(shape)) * dtype.itemsize
-        data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8))
-        if dtype is torch.bool:
-            data = data % 2
-        return (
-            data.view(dtype).view(shape).to(self.device)
-            if count
-            else torch.empty(shape, dtype=dtype, device=self.device)
-        )
 
 
 class Chain:
@@ -146,19 +102,6 @@ def assert_same(received: tuple[Tensor | None, ...], expected: tuple[Tensor | No
         assert got.shape == wanted.shape, (got.shape, wanted.shape)
         assert got.is_contiguous()
         assert bits(got) == bits(wanted), (got, wanted)
-
-
-def error_of(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except TransportError as error:
-        return str(error)
-    raise AssertionError("no TransportError was raised")
-
-
-def bits(tensor: Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def every_dtype_and_shape_crosses_to_the_bit(bench: Bench) -> None:
@@ -516,32 +459,8 @@ ONCE: tuple[Callable[[Bench], None], ...] = (
 )
 
 
-def names(memories: list[str]) -> list[str]:
-    """The names of all cases, as they are printed."""
-    return [case.__name__ for case in ONCE] + [
-        f"{case.__name__}[{memory}]" for memory in memories for case in PER_MEMORY
-    ]
-
-
-def selected(memories: list[str]) -> Iterator[tuple[str, str, Callable[[Bench], None]]]:
-    for case in ONCE:
-        yield case.__name__, memories[0], case
-    for memory in memories:
-        for case in PER_MEMORY:
-            yield f"{case.__name__}[{memory}]", memory, case
-
-
-def main(world: World, memories: list[str]) -> int:
-    torch.set_num_threads(1)
-    for name, memory, case in selected(memories):
-        if world.rank == 0:
-            print(f"begin {name}", flush=True)
-        case(Bench(world, memory))
-        world.barrier(f"the end of case {name}")
-        if world.rank == 0:
-            print(f"case {name} ok", flush=True)
-    return 0
+CASES = Cases(ONCE, PER_MEMORY)
 
 
 if __name__ == "__main__":
-    sys.exit(run_job(lambda world: main(world, sys.argv[1:] or ["host", "aware", "staged"])))
+    sys.exit(run_job(lambda world: CASES.run(world, sys.argv[1:] or ["host", "aware", "staged"])))
