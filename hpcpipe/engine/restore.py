@@ -8,7 +8,6 @@ optimizer state of its layers, and the pipeline is filled anew.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,9 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hpcpipe.checkpoint.layout import COMMIT_NAME
 from hpcpipe.checkpoint.reader import Part
-from hpcpipe.checkpoint.sets import CheckpointSet, choose, find_sets, newest_valid, open_set
+from hpcpipe.checkpoint.sets import CheckpointSet, choose, open_set
 from hpcpipe.config import RunConfig
 from hpcpipe.engine.assemble import learning_rate
 from hpcpipe.engine.plan import Plan
@@ -67,46 +65,6 @@ def identity(plan: Plan, schedule: Schedule, config: RunConfig) -> dict[str, Any
         "all-reduce buckets": config.transport.bucket_bytes if max(plan.replicas) > 2 else None,
         **sections,
     }
-
-
-def find_checkpoint(option: str, directory: Path, say: Callable[[str], None]) -> CheckpointSet | None:
-    """The set to resume from: `option` is "auto" or a path; None when "auto" finds none.
-
-    Raises CheckpointError when a named one cannot be used.
-    """
-    if option == "auto":
-        found, skipped = newest_valid(directory / "checkpoints")
-    else:
-        found, skipped = choose(Path(option), deep=True)
-        # Of a set that is named itself nothing has been read yet, and ranks will read only what they need.
-        if not found.verified and (faults := found.faults()):
-            raise CheckpointError(faults[0])
-    for reason in skipped:
-        say(f"checkpoint passed over: {reason}")
-    if found is not None and option != "auto":
-        _refuse_newer(directory, found)
-    return found
-
-
-def _refuse_newer(directory: Path, found: CheckpointSet) -> None:
-    """Sets of an abandoned future would be what the next --resume auto takes."""
-    newer = [
-        info.step for info in find_sets(directory / "checkpoints") if info.fault is None and info.step > found.step
-    ]
-    if newer:
-        raise CheckpointError(
-            f"{directory} holds newer checkpoints (up to step {max(newer)}) than {found.path}: go on from it in "
-            "another folder with --out, or remove the newer ones first"
-        )
-
-
-def refuse_to_overwrite(directory: Path) -> None:
-    """Raise CheckpointError if the run folder holds checkpoints that a fresh start would bury."""
-    if any(info.fault is None for info in find_sets(directory / "checkpoints")):
-        raise CheckpointError(
-            f"{directory} holds checkpoints of an earlier run: go on with --resume auto, start over with "
-            "--overwrite, or choose another folder with --out"
-        )
 
 
 def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, config: RunConfig) -> Resume:
@@ -283,15 +241,6 @@ def _from_safetensors(path: Path) -> _Getter:
         return tensors[name]
 
     return get
-
-
-def discard_checkpoints(directory: Path) -> None:
-    """Remove all sets of the run folder, for a run that starts over; the commit records go first."""
-    root = directory / "checkpoints"
-    for info in find_sets(root):
-        (info.path / COMMIT_NAME).unlink(missing_ok=True)
-    for info in find_sets(root):
-        shutil.rmtree(info.path)
 
 
 def _restore_layers(

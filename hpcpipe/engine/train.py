@@ -24,6 +24,7 @@ from hpcpipe.engine import restore
 from hpcpipe.engine.assemble import build_runners, connect, lay_out, learning_rate
 from hpcpipe.engine.autoplan import PLAN_NAME, auto_plan
 from hpcpipe.engine.checkpoints import Checkpoints
+from hpcpipe.engine.folder import RunFolder
 from hpcpipe.engine.loop import Ending, Engine, NoRecord
 from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.planned import plan_named, remarks
@@ -85,17 +86,22 @@ class _Job:
         world.waiter = self._waiter
 
     def run(self) -> int:
-        with self._world.together("looking at the folder of the run"):
-            if self._world.rank == 0 and self._options.resume is None and not self._options.overwrite:
-                restore.refuse_to_overwrite(self._directory)
+        folder = RunFolder(
+            self._directory,
+            world=self._world,
+            resume=self._options.resume,
+            overwrite=self._options.overwrite,
+            say=self._say,
+        )
+        folder.claim()
         data, specs, plan, schedule, notes = self._prepare()
-        resume = self._choose_start(plan, schedule)
+        resume = folder.choose_start(plan, schedule, self._config)
         if resume is not None:
             schedule = replace(schedule, first=resume.first)
         places = plan.places_of(self._world.rank)
         self._waiter.describe = lambda: _named(places)
         transport, transport_notes = self._transport(plan)
-        steering, checkpoints = self._checkpointing(plan, schedule, len(places))
+        steering, checkpoints = self._checkpointing(folder, plan, schedule, len(places))
         checkpoints.committed = None if resume is None else resume.step
         on_signals(self._config.run.stop_signals, steering.request)
         with self._world.together("building the stages"):
@@ -187,24 +193,6 @@ class _Job:
                 save_plan(file, self._directory / PLAN_NAME)
         return file
 
-    def _choose_start(self, plan: Plan, schedule: Schedule) -> restore.Resume | None:
-        """Rank 0 looks for a checkpoint; everybody hears what was found."""
-        resume = None
-        if self._world.rank == 0:
-            found = None
-            if self._options.resume is not None:
-                found = restore.find_checkpoint(self._options.resume, self._directory, self._say)
-                if found is None:
-                    self._say("no checkpoint to resume from: starting at step 0")
-            if found is not None:
-                resume = restore.decide(found, plan, schedule, self._config)
-            self._directory.mkdir(parents=True, exist_ok=True)
-            if found is None and self._options.overwrite:
-                restore.discard_checkpoints(self._directory)
-            (self._directory / "run.toml").write_text(self._config.to_toml())
-        found_json = self._world.broadcast_json(restore.as_json(resume), what="rank 0 to choose where to start")
-        return None if found_json is None else restore.Resume(**found_json)
-
     def _transport(self, plan: Plan) -> tuple[Transport, list[str]]:
         """The transport, and what a user should know about how it was chosen."""
         settings = self._config.transport
@@ -223,7 +211,9 @@ class _Job:
         )
         return transport, notes
 
-    def _checkpointing(self, plan: Plan, schedule: Schedule, places: int) -> tuple[Steering, Checkpoints]:
+    def _checkpointing(
+        self, folder: RunFolder, plan: Plan, schedule: Schedule, places: int
+    ) -> tuple[Steering, Checkpoints]:
         settings = self._config.checkpoint
         meta = {
             "fingerprint": plan.fingerprint,
@@ -238,7 +228,7 @@ class _Job:
             "host": platform.node(),
         }
         checkpoints = Checkpoints(
-            self._directory / "checkpoints",
+            folder.checkpoints,
             world=self._world,
             waiter=self._waiter,
             places=places,
