@@ -18,6 +18,8 @@ import pytest
 from hpcpipe.transport.launcher import mpirun_path
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+SHARED_FIXTURES = [Path(__file__).parent / name for name in ("slurm", "debian")]
+"""Folders whose tests share what takes long to set up."""
 NO_GPU = "no CUDA device on this machine"
 
 
@@ -28,11 +30,14 @@ def pytest_report_header() -> list[str]:
     return [f"hpcpipe: {', '.join(versions)}; {_mpirun_version()}; {os.cpu_count()} cores, {platform.machine()}"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu."""
+    """Mark everything in tests/gpu, and keep together what one worker of pytest-xdist should run."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.needs_gpu)
+        folder = next((one for one in SHARED_FIXTURES if one in item.path.parents), item.path)
+        item.add_marker(pytest.mark.xdist_group(folder.name))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
