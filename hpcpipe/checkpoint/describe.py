@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from hpcpipe.checkpoint.sets import CheckpointSet, layer_kind
+from hpcpipe.errors import CheckpointError
 
 
 @dataclass(kw_only=True)
@@ -23,14 +24,15 @@ class Layer:
 
 @dataclass(kw_only=True)
 class Stage:
-    """What a rank's share of a stage had in flight: minibatches, older weight versions, predictions for forwards.
+    """What a stage had in flight, as one file has it: minibatches, older versions, predictions for forwards.
 
-    A stage with several `replicas` makes one update from so many minibatches.
+    A stage of several `replicas` makes one update from so many minibatches; the file has `replicas_here` of them.
     """
 
     stage: str
     rank: int
     replicas: int = 1
+    replicas_here: int = 1
     inflight: set[int] = field(default_factory=set)
     versions: set[int] = field(default_factory=set)
     predictions: set[int] = field(default_factory=set)
@@ -38,14 +40,15 @@ class Stage:
 
     def staleness(self, step: int) -> int:
         """Updates between the newest weights (`step`) and the oldest that minibatches in flight or to come use."""
-        return max((len(self.inflight), *(-((version - step) // self.replicas) for version in self.versions)))
+        in_flight_at_each = -(-len(self.inflight) // self.replicas_here)
+        return max((in_flight_at_each, *(-((version - step) // self.replicas) for version in self.versions)))
 
 
 def describe(checkpoint: CheckpointSet) -> tuple[list[Layer], list[Stage]]:
     """Layers in order of rank, and for each rank the stages it held.
 
     Raises:
-        CheckpointError: a rank file is missing or its index does not verify.
+        CheckpointError: a rank file is missing, its index does not verify, or it is not as the engine writes it.
     """
     layers: dict[tuple[int, str], Layer] = {}
     stages: dict[tuple[int, str], Stage] = {}
@@ -58,14 +61,18 @@ def describe(checkpoint: CheckpointSet) -> tuple[list[Layer], list[Stage]]:
                 layer.parameters += math.prod(entry.shape) if kind == "parameters" else 0
             elif len(parts) > 3 and parts[0] == "stages" and parts[3].isdecimal():
                 if (stage := stages.get((rank, parts[1]))) is None:
-                    replicas = _replicas(checkpoint, rank, parts[1])
-                    stage = stages[rank, parts[1]] = Stage(stage=parts[1], rank=rank, replicas=replicas)
+                    stage = stages[rank, parts[1]] = _stage(checkpoint, rank, parts[1])
                 stage.nbytes += entry.nbytes
                 held = {"inflight": stage.inflight, "versions": stage.versions, "predictions": stage.predictions}
                 held.get(parts[2], set()).add(int(parts[3]))
     return list(layers.values()), list(stages.values())
 
 
-def _replicas(checkpoint: CheckpointSet, rank: int, stage: str) -> int:
-    described = checkpoint.index(rank).meta.get("stages", {}).get(stage, {})
-    return int(described.get("replicas", 1))
+def _stage(checkpoint: CheckpointSet, rank: int, name: str) -> Stage:
+    metas = checkpoint.index(rank).meta.get("stages")
+    found = metas.items() if isinstance(metas, dict) else ()
+    here = [meta for key, meta in found if key.partition(".")[0] == name and isinstance(meta, dict)]
+    replicas = here[0].get("replicas") if here else 1
+    if type(replicas) is not int or replicas < 1:
+        raise CheckpointError(f"{checkpoint.path}: file {rank} does not say how many replicas stage {name} has")
+    return Stage(stage=name, rank=rank, replicas=replicas, replicas_here=max(1, len(here)))

@@ -24,12 +24,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hpcpipe.untrusted import one_line, parse_json
+
 Array = npt.NDArray[Any]
 
 COMMIT_NAME = "commit.json"
 MAX_DEPTH = 8
 MAX_PART_BYTES = 1024
 MAX_DIMENSIONS = 32
+MAX_OBJECTS = 2**18
+"""Arrays and the folders above them in one file: laying them out anew takes a reader some seconds."""
+MAX_INDEX_BYTES = 32 << 20
 _RANK_FORMAT = "hpcpipe rank file"
 _VERSION = 1
 _SET_NAME = re.compile(r"step-(\d{10,18})(?:\.([1-9]\d{0,8}))?")
@@ -108,7 +113,8 @@ class Index:
         """Bytes for the `meta` dataset. Their number does not depend on the checksums.
 
         Raises:
-            TypeError, ValueError: `meta` holds something that JSON does not (NaN and infinity included).
+            TypeError, ValueError: `meta` holds something that JSON does not (NaN and infinity included), or all is
+                too long.
         """
         arrays = {path: [e.dtype, e.shape, e.offset, f"{e.crc:08x}"] for path, e in self.entries.items()}
         document = {
@@ -118,7 +124,10 @@ class Index:
             "meta": self.meta,
             "arrays": arrays,
         }
-        return json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        data = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        if len(data) > MAX_INDEX_BYTES:
+            raise ValueError(f"the index of {len(data)} bytes is longer than the {MAX_INDEX_BYTES} allowed")
+        return data
 
     @classmethod
     def decode(cls, data: bytes, length: int) -> Index:
@@ -128,17 +137,19 @@ class Index:
             ValueError: it is not such a document, or an array of it does not fit into the file; says which.
         """
         try:
-            document = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"its index is not JSON ({error})") from error
+            document = parse_json(data)
+        except ValueError as error:
+            raise ValueError(f"its index is not JSON ({one_line(error)})") from error
         if not isinstance(document, dict) or document.get("format") != _RANK_FORMAT:
             raise ValueError("it is not a rank file of hpcpipe")
         if document.get("version") != _VERSION:
-            raise ValueError(f"its format version is {document.get('version')!r}, this hpcpipe reads {_VERSION}")
+            found = one_line(repr(document.get("version")), 40)
+            raise ValueError(f"its format version is {found}, this hpcpipe reads {_VERSION}")
         rank, meta, arrays = (document.get(key) for key in ("rank", "meta", "arrays"))
         if not (isinstance(rank, int) and _is_count(rank) and isinstance(meta, dict) and isinstance(arrays, dict)):
             raise ValueError("its index lacks rank, meta or arrays")
         entries = {path: _entry(path, value) for path, value in arrays.items()}
+        check_paths(entries)
         _check_extents(entries, length)
         return cls(rank=rank, meta=meta, entries=entries)
 
@@ -149,16 +160,25 @@ def _is_count(value: object) -> bool:
 
 def _entry(path: str, value: object) -> Entry:
     check_path(path)
+    shown = one_line(repr(path), 200)
     if not isinstance(value, list) or len(value) != 4:
-        raise ValueError(f"dataset {path!r} is not described by dtype, shape, offset and crc")
+        raise ValueError(f"dataset {shown} is not described by dtype, shape, offset and crc")
     dtype, shape, offset, crc = value
     if not isinstance(dtype, str) or dtype not in STORED:
-        raise ValueError(f"dataset {path!r} has dtype {dtype!r}, which a checkpoint cannot hold")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_count, shape)):
-        raise ValueError(f"dataset {path!r} has an impossible shape")
+        raise ValueError(f"dataset {shown} has dtype {one_line(repr(dtype), 40)}, which a checkpoint cannot hold")
+    if not isinstance(shape, list) or not all(map(_is_count, shape)) or not _is_possible(dtype, tuple(shape)):
+        raise ValueError(f"dataset {shown} has an impossible shape")
     if not (_is_count(offset) and isinstance(crc, str) and _CRC.fullmatch(crc)):
-        raise ValueError(f"dataset {path!r} has an impossible offset or checksum")
+        raise ValueError(f"dataset {shown} has an impossible offset or checksum")
     return Entry(dtype=dtype, shape=tuple(shape), offset=offset, crc=int(crc, 16))
+
+
+def _is_possible(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Whether NumPy and HDF5 can count the elements; of arrays without any, too, whose other extents multiply."""
+    stored = stored_shape(dtype, shape)
+    if len(stored) > MAX_DIMENSIONS:
+        return False
+    return 0 not in stored or math.prod(extent for extent in stored if extent) < 1 << 48
 
 
 def _check_extents(entries: Mapping[str, Entry], length: int) -> None:
@@ -189,14 +209,22 @@ def check_path(path: str) -> None:
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """`check_path` for each, and no path may be an array and a folder of others at once."""
+    """`check_path` for each, no path may be an array and a folder of others at once, and there are not too many.
+
+    Raises:
+        ValueError: says which path, or how many.
+    """
     names = set(paths)
+    folders = set()
     for path in names:
         check_path(path)
         parts = path.split("/")
         for depth in range(1, len(parts)):
             if (folder := "/".join(parts[:depth])) in names:
-                raise ValueError(f"path {folder!r} is an array and also holds {path!r}")
+                raise ValueError(f"path {folder[:80]!r} is an array and also holds {path[:80]!r}")
+            folders.add(folder)
+    if len(names) + len(folders) > MAX_OBJECTS:
+        raise ValueError(f"{len(names)} arrays in {len(folders)} folders are more than the {MAX_OBJECTS} allowed")
 
 
 def set_name(step: int, attempt: int = 0) -> str:

@@ -1,14 +1,13 @@
 """Reads one rank's file: whole-file checksum first, then structure, then arrays, each with its own checksum.
 
-No byte reaches the HDF5 library before length and CRC-32 of the whole file agree with the commit record; whoever
-needs few arrays of a file reads them by its index, without that library.
+No byte of it reaches the HDF5 library here: a structure that is the one that hpcpipe would have written, byte for
+byte, needs no library, and any other is looked at by a process of its own (`fence`).
 It never repairs and never guesses; which set to take instead is decided elsewhere.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,9 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcpipe.checkpoint.layout import Array, FileReport, Index
-from hpcpipe.checkpoint.structure import LockedError, read_structure
+from hpcpipe.checkpoint.draft import Draft, Extent, Kind
+from hpcpipe.checkpoint.fence import inspect_apart
+from hpcpipe.checkpoint.layout import MAX_INDEX_BYTES, Array, FileReport, Index
+from hpcpipe.checkpoint.structure import NoVerdictError
 from hpcpipe.errors import CheckpointError
+from hpcpipe.untrusted import one_line, open_plain
 
 _CHUNK = 4 << 20
 _REMEDY = "copy it again from where it was whole, or use another set (`hpcpipe checkpoint list`)"
@@ -39,15 +41,10 @@ class _Raw:
     def __init__(self, path: Path, report: FileReport) -> None:
         self.path = path
         try:
-            # O_NONBLOCK: a FIFO put in the place of the file must not stop us.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            self._descriptor = open_plain(path)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror}); {_REMEDY}") from error
-        status = os.fstat(self._descriptor)
-        self.length = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise CheckpointError(f"{path}: is not a regular file; {_REMEDY}")
+        self.length = os.fstat(self._descriptor).st_size
         if self.length != report.length:
             self.close()
             raise CheckpointError(
@@ -84,16 +81,39 @@ class _Raw:
         """The JSON document that the report points to."""
         if report.index_offset + report.index_length > self.length:
             raise CheckpointError(f"{self.path}: its index lies outside the file; {_REMEDY}")
-        data = memoryview(bytearray(report.index_length))
-        if self.read_into(data, report.index_offset) != report.index_crc:
+        if report.index_length > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                f"{self.path}: its index of {report.index_length} bytes is longer than one can be; {_REMEDY}"
+            )
+        data = bytearray(report.index_length)
+        if self.read_into(memoryview(data), report.index_offset) != report.index_crc:
             raise CheckpointError(f"{self.path}: dataset 'meta' fails its CRC-32; {_REMEDY}")
         try:
             index = Index.decode(bytes(data), self.length)
         except ValueError as error:
-            raise CheckpointError(f"{self.path}: {error}; {_REMEDY}") from error
+            raise CheckpointError(f"{self.path}: {one_line(error)}; {_REMEDY}") from error
         if index.rank != report.rank:
             raise CheckpointError(f"{self.path}: is of rank {index.rank}, not of rank {report.rank}; {_REMEDY}")
         return index
+
+    def is_as_written(self, report: FileReport, index: Index) -> bool:
+        """Whether all but the arrays' content is, byte for byte, what the writer makes of the index."""
+        kinds = {path: Kind(entry.dtype, entry.shape) for path, entry in index.entries.items()}
+        try:
+            draft = Draft(index.rank, kinds, index.meta)
+        except Exception:
+            # h5py has nearly every exception that Python has for what it cannot lay out, and what it cannot lay
+            # out it did not write.
+            return False
+        index_place = (report.index_offset, report.index_length)
+        if draft.length != report.length or (draft.index_offset, draft.index_length) != index_place:
+            return False
+        # With these right, too, what lies between the arrays is no longer than what was laid out.
+        if any(draft.entries[path].offset != entry.offset for path, entry in index.entries.items()):
+            return False
+        extents = draft.extents(entry.crc for entry in index.entries.values())
+        extents.append(Extent(draft.index_offset, draft.index_length, 0))
+        return all(self._bytes(offset, len(between)) == between for offset, between, _ in draft.structure(extents))
 
     def array(self, index: Index, path: str) -> Array:
         """One array, its bytes checked by their own CRC-32."""
@@ -102,15 +122,34 @@ class _Raw:
             raise CheckpointError(
                 f"{self.path}: has no dataset {path!r}; the checkpoint is of another model or plan"
             )
-        data = np.empty(entry.nbytes, np.uint8)
+        try:
+            data = np.empty(entry.nbytes, np.uint8)
+        except MemoryError as error:
+            raise self._too_large(entry.nbytes) from error
         if self.read_into(data.data, entry.offset) != entry.crc:
             raise CheckpointError(f"{self.path}: dataset {path!r} fails its CRC-32; {_REMEDY}")
         return entry.as_array(data)
 
     def part(self, index: Index, paths: Iterable[str]) -> Part:
-        tree = {path: self.array(index, path) for path in paths}
+        wanted = list(paths)
+        together = sum(index.entries[path].nbytes for path in wanted if path in index.entries)
+        if together > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            # A file with holes can be larger than any memory and still take no place on a disk.
+            raise self._too_large(together)
+        tree = {path: self.array(index, path) for path in wanted}
         bf16 = frozenset(path for path in tree if index.entries[path].dtype == "bfloat16")
         return Part(tree, index.meta, bf16)
+
+    def _too_large(self, nbytes: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path}: {nbytes} bytes are to be read from it, more than this machine has memory for; use a "
+            "larger one, or another set"
+        )
+
+    def _bytes(self, offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
 
 
 def read_index(path: Path, report: FileReport) -> Index:
@@ -145,7 +184,7 @@ class RankFile:
     """One verified rank file, open for reading arrays; a context manager."""
 
     def __init__(self, path: Path, report: FileReport, *, trusted: bool = False) -> None:
-        """Open and check it: length and CRC-32 against `report` (if `trusted`, they have been), then structure.
+        """Open and check it: length and CRC-32 against `report`, then structure (if `trusted`, they have been).
 
         Raises:
             CheckpointError: it does not verify; names file, dataset and remedy in one line.
@@ -155,7 +194,9 @@ class RankFile:
         try:
             if not trusted and self._raw.crc(0, report.length) != report.crc:
                 raise CheckpointError(_damage(self._raw, report)[0])
-            self.index = self._check_structure(report)
+            self.index = self._raw.index(report)
+            if not trusted:
+                _check_structure(self._raw, report, self.index)
         except BaseException:
             self._raw.close()
             raise
@@ -167,17 +208,6 @@ class RankFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._raw.close()
-
-    def _check_structure(self, report: FileReport) -> Index:
-        index = self._raw.index(report)
-        datasets = read_structure(self.path, report.length)
-        if strange := sorted(datasets.keys() ^ index.entries.keys()):
-            where = "index" if strange[0] in datasets else "file"
-            raise CheckpointError(f"{self.path}: dataset {strange[0]!r} is missing in the {where}; {_REMEDY}")
-        for path, stored in datasets.items():
-            if fault := stored.fault(index.entries[path]):
-                raise CheckpointError(f"{self.path}: dataset {path!r} {fault}; {_REMEDY}")
-        return index
 
     def read(self, path: str) -> Array:
         """One array, bit for bit as it was given to the writer (bfloat16 as uint16).
@@ -196,21 +226,26 @@ def file_faults(path: Path, report: FileReport) -> list[str]:
     """Everything that is wrong with a rank file, a line each; reads all of it, in little memory.
 
     Raises:
-        LockedError: the file system or another process does not let us look, which says nothing about the file.
+        NoVerdictError: the machine, the file system or another process does not let us look at it.
     """
     try:
         raw = _Raw(path, report)
         try:
             if raw.crc(0, report.length) != report.crc:
                 return _damage(raw, report)
+            _check_structure(raw, report, raw.index(report))
+            return []
         finally:
             raw.close()
-        with RankFile(path, report, trusted=True):
-            return []
-    except LockedError:
+    except NoVerdictError:
         raise
     except CheckpointError as error:
         return [str(error)]
+
+
+def _check_structure(raw: _Raw, report: FileReport, index: Index) -> None:
+    if not raw.is_as_written(report, index):
+        inspect_apart(raw.path, report, len(index.entries))
 
 
 def _damage(raw: _Raw, report: FileReport) -> list[str]:

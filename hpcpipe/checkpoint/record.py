@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -19,11 +20,12 @@ from typing import Any
 from hpcpipe.checkpoint.layout import COMMIT_NAME, FileReport, is_ours, parse_set_name, rank_name
 from hpcpipe.durable import replace_file, sync_directory
 from hpcpipe.errors import CheckpointError
+from hpcpipe.untrusted import one_line, parse_json, read_plain
 
 _FORMAT = "hpcpipe checkpoint set"
 _VERSION = 1
 _ENVELOPE = re.compile(rb'\{"sha256":"([0-9a-f]{64})","record":(\{.*\})\}\n', re.DOTALL)
-_MAX_BYTES = 64 << 20
+_MAX_BYTES = 16 << 20
 _REMEDY = "the set does not count; use another one (`hpcpipe checkpoint list`)"
 
 
@@ -74,10 +76,10 @@ def commit(directory: Path, reports: Iterable[FileReport], meta: Mapping[str, An
 
 def _remove_leftovers(directory: Path, ranks: int) -> None:
     keep = {COMMIT_NAME, *(rank_name(rank) for rank in range(ranks))}
-    for path in directory.iterdir():
-        if is_ours(path.name) and path.name not in keep:
-            # The set stands with or without them, and retention tries again.
-            with suppress(OSError):
+    # The set stands with or without them, and retention tries again.
+    with suppress(OSError):
+        for path in directory.iterdir():
+            if is_ours(path.name) and path.name not in keep:
                 path.unlink()
 
 
@@ -99,9 +101,7 @@ def read_record(directory: Path) -> Record:
     """
     path = directory / COMMIT_NAME
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: is larger than a commit record can be; {_REMEDY}")
-        data = path.read_bytes()
+        data = read_plain(path, _MAX_BYTES)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory}: has no commit record, its write was not finished; {_REMEDY}"
@@ -113,21 +113,24 @@ def read_record(directory: Path) -> Record:
         raise CheckpointError(f"{path}: the commit record is damaged or cut off; {_REMEDY}")
     try:
         return _parse(envelope[2])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{path}: is no commit record that this hpcpipe reads ({error}); {_REMEDY}"
+            f"{path}: is no commit record that this hpcpipe reads ({one_line(error)}); {_REMEDY}"
         ) from error
 
 
 def _parse(body: bytes) -> Record:
-    record = json.loads(body)
-    if (record["format"], record["version"]) != (_FORMAT, _VERSION):
-        raise ValueError(f"format {record['format']!r}, version {record['version']!r}")
+    record = parse_json(body)
+    form, version = record["format"], record["version"]
+    if (form, version) != (_FORMAT, _VERSION):
+        raise ValueError(f"format {one_line(repr(form), 40)}, version {one_line(repr(version), 40)}")
     files = tuple(FileReport(**entry) for entry in record["files"])
     for number, report in enumerate(files):
         if report.rank != number or not all(type(value) is int and 0 <= value < 1 << 63 for value in report):
             raise ValueError(f"entry {number} of its files is not a report of rank {number}")
     step, created, meta = record["step"], record["created"], record["meta"]
-    if not files or type(step) is not int or not isinstance(created, float) or not isinstance(meta, dict):
-        raise ValueError("step, created, files or meta is missing")
+    if type(step) is not int or not 0 <= step < 10**18:
+        raise ValueError(f"step {one_line(repr(step), 40)} is none")
+    if not files or not isinstance(created, float) or not math.isfinite(created) or not isinstance(meta, dict):
+        raise ValueError("created, files or meta is missing")
     return Record(step=step, created=created, files=files, meta=meta)

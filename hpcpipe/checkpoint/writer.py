@@ -10,24 +10,11 @@ import zlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import h5py
-import numpy as np
-from h5py import h5a, h5d, h5g, h5p, h5s, h5t
+from typing import Any
 
 from hpcpipe.checkpoint.crc import combine
-from hpcpipe.checkpoint.layout import (
-    STORED,
-    Array,
-    Entry,
-    FileReport,
-    Index,
-    check_paths,
-    rank_name,
-    stored_shape,
-)
-from hpcpipe.checkpoint.skeleton import Skeleton
+from hpcpipe.checkpoint.draft import Draft, Extent, bytes_of, kinds_of
+from hpcpipe.checkpoint.layout import Array, FileReport, rank_name
 from hpcpipe.durable import make_directory, named, sync_directory, write_all
 
 CHUNK = 4 << 20
@@ -51,17 +38,11 @@ def write_rank_file(
     return RankFileWriter(directory, rank, tree, meta, bf16).write()
 
 
-class _Extent(NamedTuple):
-    offset: int
-    length: int
-    crc: int
-
-
 class RankFileWriter:
     """`write_rank_file` in two acts: the constructor lays the file out, `write` puts it on disk in any thread.
 
     They are apart because a thread inside the HDF5 library when the interpreter ends would block it for good:
-    only the constructor calls HDF5 (some 50 microseconds an array), and it must run in the main thread.
+    only the constructor calls HDF5, and it must run in the main thread.
     """
 
     def __init__(
@@ -77,27 +58,9 @@ class RankFileWriter:
         Raises:
             ValueError, TypeError: a path, dtype or meta that a checkpoint cannot hold.
         """
-        check_paths(tree)
-        if not set(bf16) <= tree.keys():
-            raise ValueError(f"bf16 names arrays that are not in the tree: {sorted(set(bf16) - tree.keys())[:3]}")
-        dtypes = {path: _dtype(path, array, path in bf16) for path, array in tree.items()}
         self._directory = directory
-        self._skeleton = Skeleton()
-        self._data = [_bytes(array) for array in tree.values()]
-        # The oldest bound that has compact groups; HDF5 1.10 and every later one read it.
-        with h5py.File(self._skeleton, "w", libver=("v108", "v110")) as file:
-            create = _Creator(file)
-            offsets = [
-                create(("tree", *path.split("/")), dtypes[path], array.shape) for path, array in tree.items()
-            ]
-            entries = {
-                path: Entry(dtype=dtypes[path], shape=array.shape, offset=offset, crc=0)
-                for (path, array), offset in zip(tree.items(), offsets, strict=True)
-            }
-            self._index = Index(rank=rank, meta=dict(meta), entries=entries)
-            # The checksums are still to come; they do not change the length.
-            self._index_length = len(self._index.encode())
-            self._index_offset = create(("meta",), "uint8", (self._index_length,))
+        self._draft = Draft(rank, kinds_of(tree, bf16), meta)
+        self._data = [bytes_of(array).data for array in tree.values()]
 
     def write(self) -> FileReport:
         """Write, sync and rename the file; holds the interpreter's lock only in between chunks.
@@ -105,7 +68,7 @@ class RankFileWriter:
         Raises:
             OSError: the disk is full or gone; names the file. No part of it is left, an older file is unharmed.
         """
-        final = self._directory / rank_name(self._index.rank)
+        final = self._directory / rank_name(self._draft.rank)
         temporary = final.with_name(final.name + ".tmp")
         try:
             make_directory(self._directory)
@@ -125,82 +88,23 @@ class RankFileWriter:
         return report
 
     def _write(self, descriptor: int) -> FileReport:
-        extents = []
-        entries = {}
-        for (path, entry), data in zip(self._index.entries.items(), self._data, strict=True):
-            extents.append(_write_data(descriptor, data, entry.offset))
-            entries[path] = Entry(dtype=entry.dtype, shape=entry.shape, offset=entry.offset, crc=extents[-1].crc)
-        index = Index(rank=self._index.rank, meta=self._index.meta, entries=entries).encode()
-        assert len(index) == self._index_length
-        extents.append(_write_data(descriptor, memoryview(index), self._index_offset))
-        crc = self._write_structure(descriptor, extents)
-        return FileReport(self._index.rank, self._skeleton.length, crc, *extents[-1])
-
-    def _write_structure(self, descriptor: int, extents: list[_Extent]) -> int:
-        """Fill what lies between the arrays from the skeleton; the CRC-32 of the whole file."""
+        draft = self._draft
+        crcs = [
+            _write_data(descriptor, data, entry.offset).crc
+            for entry, data in zip(draft.entries.values(), self._data, strict=True)
+        ]
+        index = _write_data(descriptor, memoryview(draft.index(crcs)), draft.index_offset)
         pieces = []
-        end = 0
-        for extent in [*sorted(e for e in extents if e.length), _Extent(self._skeleton.length, 0, 0)]:
-            between = self._skeleton.read_at(end, extent.offset - end)
-            write_all(descriptor, between, end)
+        for offset, between, extent in draft.structure([*draft.extents(crcs), index]):
+            write_all(descriptor, between, offset)
             pieces += [(zlib.crc32(between), len(between)), (extent.crc, extent.length)]
-            end = extent.offset + extent.length
-        return combine(pieces)
+        return FileReport(draft.rank, draft.length, combine(pieces), *index)
 
 
-def _dtype(path: str, array: Array, bf16: bool) -> str:
-    """The name of an array's dtype as the model knows it."""
-    dtype = "bfloat16" if bf16 else array.dtype.name
-    if dtype not in STORED or (bf16 and array.dtype != np.uint16):
-        raise ValueError(f"array {path!r} has dtype {array.dtype}, which a checkpoint cannot hold")
-    return dtype
-
-
-def _bytes(array: Array) -> memoryview:
-    """The array's bytes as they go to disk; copies only what is not contiguous or not little-endian."""
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return np.ascontiguousarray(little).reshape(-1).view(np.uint8).data
-
-
-def _write_data(descriptor: int, data: memoryview, offset: int) -> _Extent:
+def _write_data(descriptor: int, data: memoryview, offset: int) -> Extent:
     crc = 0
     for start in range(0, data.nbytes, CHUNK):
         chunk = data[start : start + CHUNK]
         crc = zlib.crc32(chunk, crc)
         write_all(descriptor, chunk, offset + start)
-    return _Extent(offset, data.nbytes, crc)
-
-
-class _Creator:
-    """Creates contiguous datasets, allocated at once and never filled, and the groups above them."""
-
-    def __init__(self, file: h5py.File) -> None:
-        self._groups: dict[tuple[str, ...], Any] = {(): file.id}
-        self._group_plist = h5p.create(h5p.GROUP_CREATE)
-        self._dataset_plist = h5p.create(h5p.DATASET_CREATE)
-        self._dataset_plist.set_layout(h5d.CONTIGUOUS)
-        self._dataset_plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-        self._dataset_plist.set_fill_time(h5d.FILL_TIME_NEVER)
-        for plist in (self._group_plist, self._dataset_plist):
-            # Equal content is to give equal bytes.
-            plist.set_obj_track_times(False)
-        self._types = {name: h5t.py_create(np.dtype(stored)) for name, stored in STORED.items()}
-
-    def __call__(self, parts: tuple[str, ...], dtype: str, shape: tuple[int, ...]) -> int:
-        """Where in the file the data of a new dataset belongs, for an array of `dtype` and `shape`."""
-        stored = stored_shape(dtype, shape)
-        space = h5s.create_simple(stored) if stored else h5s.create(h5s.SCALAR)
-        parent = self._group(parts[:-1])
-        dataset = h5d.create(parent, parts[-1].encode(), self._types[dtype], space, self._dataset_plist)
-        if np.dtype(STORED[dtype]).name != dtype:
-            name = np.array(dtype.encode())
-            attribute = h5a.create(dataset, b"dtype", h5t.py_create(name.dtype), h5s.create(h5s.SCALAR))
-            attribute.write(name)
-        return int(dataset.get_offset() or 0)
-
-    def _group(self, parts: tuple[str, ...]) -> Any:
-        group = self._groups.get(parts)
-        if group is None:
-            parent = self._group(parts[:-1])
-            group = self._groups[parts] = h5g.create(parent, parts[-1].encode(), None, self._group_plist)
-        return group
+    return Extent(offset, data.nbytes, crc)

@@ -36,7 +36,8 @@ def checkpoint() -> None:
 def list_(where: Path, as_json: bool) -> None:
     """List all sets, newest first, and say of each whether it counts.
 
-    Only commit records and file lengths are looked at; `verify` reads the files.
+    Only commit records and file lengths are looked at; `verify` reads the files. Sets of another run than the
+    folder's are marked: --resume auto passes over them.
     """
     infos = _infos(where)
     if as_json:
@@ -66,6 +67,7 @@ def show(where: Path, with_digest: bool, as_json: bool) -> None:
     """
     from hpcpipe.checkpoint.describe import describe
     from hpcpipe.checkpoint.digest import digest
+    from hpcpipe.untrusted import printable
 
     chosen = _choose(where, deep=with_digest)
     layers, stages = describe(chosen)
@@ -97,7 +99,8 @@ def show(where: Path, with_digest: bool, as_json: bool) -> None:
         text = value if isinstance(value, str) else json.dumps(value)
         if len(text) > 160 or "\n" in text:
             text = f"{' '.join(text.split())[:100]} … (whole with --json)"
-        click.echo(f"  {key}: {text}")
+        # A terminal obeys some characters, and a set may come from anywhere.
+        click.echo(f"  {printable(key)[:100]}: {printable(text)}")
     for layer in layers:
         click.echo(f"layer {layer.name}: rank {layer.rank}, {layer.parameters} parameters, {_size(layer.nbytes)}")
     for stage in stages:
@@ -140,8 +143,10 @@ def verify(where: Path, as_json: bool) -> None:
             for fault in faults:
                 click.echo(fault if info.committed else f"ignored: {fault}", err=True)
             if info.record is not None and not faults:
+                other = _other_run(info)
+                note = "" if other is None else f", of another run ({other})"
                 click.echo(
-                    f"ok {info.path}: step {info.step}, {len(info.record.files)} files, {_size(info.length)}"
+                    f"ok {info.path}: step {info.step}, {len(info.record.files)} files, {_size(info.length)}{note}"
                 )
     whole = sum(not faults for _, faults in results)
     if not whole or any(faults for info, faults in results if info.committed):
@@ -189,6 +194,18 @@ def _choose(where: Path, *, deep: bool) -> CheckpointSet:
     return chosen
 
 
+def _other_run(info: SetInfo) -> str | None:
+    """The run that wrote a set, if it is not the one in whose folder the set lies."""
+    from hpcpipe.checkpoint.origin import home_of, run_of, strangeness
+
+    if (
+        info.record is None
+        or strangeness(info.path, info.record.meta, home_of(info.path.resolve().parent)) is None
+    ):
+        return None
+    return run_of(info.record.meta)
+
+
 def _info_object(info: SetInfo) -> dict[str, Any]:
     return {
         "path": str(info.path),
@@ -199,12 +216,14 @@ def _info_object(info: SetInfo) -> dict[str, Any]:
         "created": info.record.created if info.record else None,
         "committed": info.committed,
         "fault": info.fault,
+        "other_run": _other_run(info),
     }
 
 
 def _state(info: SetInfo) -> str:
     if info.fault is None:
-        return "committed"
+        other = _other_run(info)
+        return "committed" if other is None else f"committed, but of another run ({other})"
     return f"damaged: {info.fault}" if info.committed else "not committed"
 
 

@@ -18,11 +18,15 @@ from hpcpipe.config.explain import explain
 from hpcpipe.config.run import RunConfig
 from hpcpipe.config.sections import SPLIT_BY_HAND, SPLIT_BY_PLAN
 from hpcpipe.errors import ConfigError
+from hpcpipe.untrusted import printable
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+_LONGEST_FILE = 16 << 20
 
 
 def load_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
@@ -34,14 +38,18 @@ def load_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run
     """
     path = Path(path)
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
+        with open(path, "rb") as file:
+            data = file.read(_LONGEST_FILE + 1)
+        if len(data) > _LONGEST_FILE:
+            raise ConfigError(f"{path}: longer than {_LONGEST_FILE >> 20} MiB, which no run file is")
+        tables = _load_toml(data.decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such run file; name an existing one, such as a copy from jobs/") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the run file: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: is not valid TOML: {_one_line(error)}; strings need quotes") from None
     return parse_run(tables, source=str(path), overrides=overrides, out=f"runs/{path.stem}")
 
@@ -70,11 +78,13 @@ def parse_run(
         for key, text in explain(error, merged):
             by_option = any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in overridden)
             mistakes.setdefault("--set" if by_option else source, []).append(f"{key}: {text}")
-    raise ConfigError("; ".join(f"{where}: {'; '.join(found)}" for where, found in mistakes.items()))
+    raise ConfigError("; ".join(f"{where}: {printable('; '.join(found))}" for where, found in mistakes.items()))
 
 
 def _override(tables: dict[str, Any], text: str) -> str:
     """Lay `a.b=value` over the tables and return the dotted key."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"--set {printable(text)}: is not UTF-8 text")
     key, equals, written = text.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
@@ -104,8 +114,8 @@ def _let_go_of_other_splits(tables: dict[str, Any], overridden: Sequence[str]) -
 def _parse(written: str) -> Any:
     """Read a TOML value; what is none is a string, so that a shell user need not quote twice."""
     try:
-        parsed = tomllib.loads(f"value = {written}\n")
-    except tomllib.TOMLDecodeError:
+        parsed = _load_toml(f"value = {written}\n")
+    except ValueError:
         parsed = {}
     if list(parsed) == ["value"]:
         return parsed["value"]
@@ -113,6 +123,15 @@ def _parse(written: str) -> Any:
         return float(written)
     except ValueError:
         return written
+
+
+def _load_toml(text: str) -> dict[str, Any]:
+    """Raises ValueError, for numbers of too many digits as well."""
+    try:
+        tables: dict[str, Any] = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return tables
 
 
 def _own(table: Any) -> Any:
@@ -129,4 +148,4 @@ def _freeze(value: Any) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).split())[:300]

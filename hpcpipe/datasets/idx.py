@@ -27,6 +27,9 @@ from hpcpipe.errors import DataError
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts its files."""
 _UNSIGNED_BYTE = 8
+_MOST_DIMENSIONS = 4
+_BEST_COMPRESSION = 1040
+"""Bytes that one byte of a gzip file can stand for; nothing compresses better."""
 _COUNTED_AT_ONCE = 4096
 """Images, so that counting pixels takes little memory."""
 _REMEDY = "set data.path to a folder with the four IDX files"
@@ -135,11 +138,14 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     """Return the bytes of an IDX file in its shape. Raises DataError for a file that is none, or is cut short."""
     with _opened(path) as file:
         shape = _header(file, path)
-        body = _read(file, path)
-    if len(body) != math.prod(shape):
+        size = math.prod(shape)
+        # No memory is asked for that the file cannot fill, whatever its header says.
+        most = path.stat().st_size * (_BEST_COMPRESSION if path.suffix == ".gz" else 1)
+        body = _read(file, path, min(size, most) + 1)
+    if len(body) != size:
+        held = f"more than {size}" if len(body) > size else len(body)
         raise DataError(
-            f"data.path: {path}: holds {len(body)} bytes of data, but its header says "
-            f"{math.prod(shape)}; fetch it again"
+            f"data.path: {path}: holds {held} bytes of data, but its header says {size}; fetch it again"
         )
     return np.frombuffer(body, dtype=np.uint8).reshape(shape)
 
@@ -168,13 +174,15 @@ def _header(file: IO[bytes] | gzip.GzipFile, path: Path) -> tuple[int, ...]:
     magic = _read(file, path, 4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] != _UNSIGNED_BYTE:
         raise DataError(f"data.path: {path}: is no IDX file of bytes (it begins with {magic.hex()}); {_REMEDY}")
+    if magic[3] > _MOST_DIMENSIONS:
+        raise DataError(f"data.path: {path}: has {magic[3]} dimensions; {_REMEDY}")
     sizes = _read(file, path, 4 * magic[3])
     if len(sizes) < 4 * magic[3]:
         raise DataError(f"data.path: {path}: ends within its header; fetch it again")
     return tuple(int.from_bytes(sizes[4 * axis : 4 * axis + 4], "big") for axis in range(magic[3]))
 
 
-def _read(file: IO[bytes] | gzip.GzipFile, path: Path, size: int = -1) -> bytes:
+def _read(file: IO[bytes] | gzip.GzipFile, path: Path, size: int) -> bytes:
     try:
         return file.read(size)
     except (OSError, EOFError, zlib.error) as error:

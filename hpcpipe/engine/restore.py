@@ -8,7 +8,8 @@ optimizer state of its layers, and the pipeline is filled anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from hpcpipe.engine.assemble import learning_rate
 from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.engine.snapshot import own_buffers, to_tensor
+from hpcpipe.engine.written import StageState, Written, read_state, read_written
 from hpcpipe.errors import CheckpointError
 from hpcpipe.schedule import Action, Op, Place, Schedule, cut_at
+from hpcpipe.untrusted import one_line, open_plain
 
 _Getter = Callable[[str, str], Tensor]
 """(layer, path within it) -> stored tensor."""
@@ -69,8 +72,7 @@ def identity(plan: Plan, schedule: Schedule, config: RunConfig) -> dict[str, Any
 
 def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, config: RunConfig) -> Resume:
     """How to go on from `found` with this plan. Raises CheckpointError for a set of another model."""
-    meta = found.meta
-    if meta.get("fingerprint") != plan.fingerprint:
+    if found.meta.get("fingerprint") != plan.fingerprint:
         raise CheckpointError(
             f"{found.path} is of another model (its layers or their shapes differ): resume with the run file "
             "it was made with, or start another run with --out"
@@ -81,47 +83,42 @@ def decide(found: CheckpointSet, plan: Plan, schedule: Schedule, config: RunConf
             "raise run.epochs or run.max_steps"
         )
     now = identity(plan, schedule, config)
-    differs = [subject for subject in now if now[subject] != meta["identity"].get(subject)]
-    if not differs and not _same_in_flight(found, replace(schedule, first=meta["first"])):
+    written = read_written(found)
+    differs = [subject for subject in now if now[subject] != written.identity.get(subject)]
+    if not differs and not _same_in_flight(found, written, replace(schedule, first=written.first)):
         differs = ["the end of the run"]
     return Resume(
         path=str(found.path),
         step=found.step,
         differs=tuple(differs),
-        first=found.step if differs else meta["first"],
+        first=found.step if differs else written.first,
     )
 
 
-def _same_in_flight(found: CheckpointSet, schedule: Schedule) -> bool:
+def _same_in_flight(found: CheckpointSet, written: Written, schedule: Schedule) -> bool:
     """Whether this schedule has a cut there, too, with the same minibatches in flight."""
     minibatch = found.step - 1
     if not schedule.is_boundary(minibatch):
         return False
     return all(
-        [int(j) for j in _described(found, place)["in_flight"]]
-        == list(cut_at(schedule, place.stage, minibatch, place.replica).in_flight)
+        tuple(read_state(found, written, place).in_flight)
+        == cut_at(schedule, place.stage, minibatch, place.replica).in_flight
         for place in schedule.places
     )
-
-
-def _described(found: CheckpointSet, place: Place) -> dict[str, Any]:
-    """What `stage_meta` said of one replica of a stage."""
-    rank = found.meta["ranks"][place.stage][place.replica]
-    described: dict[str, Any] = found.index(rank).meta["stages"][str(place.stage)]
-    return described
 
 
 def restore_exactly(runner: StageRunner, found: CheckpointSet, schedule: Schedule) -> list[Action]:
     """Bring `runner` to the state it had at the cut; returns the sends that are to be repeated."""
     weights, place = runner.weights, runner.place
-    described = _described(found, place)
-    part = _part_of_place(found, place, described)
+    written = read_written(found)
+    state = read_state(found, written, place)
+    part = _part_of_place(found, written, place, state)
     cut = cut_at(schedule, place.stage, found.step - 1, place.replica)
     _restore_layers(
         runner,
         found.step,
         lambda layer, path: _get(part, f"layers/{layer}/{path}", found),
-        updates=described["updates"],
+        updates=state.updates,
         buffers=None,
     )
     for version in cut.versions[:-1]:
@@ -129,7 +126,7 @@ def restore_exactly(runner: StageRunner, found: CheckpointSet, schedule: Schedul
         _fill(runner, weights.add_version(version).flat, part, folder, found)
     runner.next_update = found.step
     for j in cut.in_flight:
-        _repeat_forward(runner, part, found, j, described["in_flight"][str(j)])
+        _repeat_forward(runner, part, found, j, state.in_flight[j])
     if schedule.replicas_of(place.stage) > 1:
         _set_buffers(runner, lambda layer, own: _get(part, f"{own_buffers(place)}/{layer}/{own}", found))
     else:
@@ -146,23 +143,23 @@ def restore_exactly(runner: StageRunner, found: CheckpointSet, schedule: Schedul
     ]
 
 
-def _part_of_place(found: CheckpointSet, place: Place, described: Mapping[str, Any]) -> Part:
+def _part_of_place(found: CheckpointSet, written: Written, place: Place, state: StageState) -> Part:
     """What one replica of a stage needs of the files of all, over which layers and versions are dealt out."""
-    layers, replica = set(described["layers"]), str(place.replica)
+    layers, replica, in_flight = set(state.layers), str(place.replica), set(map(str, state.in_flight))
 
     def wanted(path: str) -> bool:
-        top, name, kind, *rest = path.split("/")
+        top, name, kind, number = (*path.split("/"), "", "", "")[:4]
         if top == "layers":
             return name in layers and kind != "buffers_next"
         if name != str(place.stage) or kind == "versions":
             return name == str(place.stage)
-        return rest[0] == replica if kind == "replicas" else rest[0] in described["in_flight"]
+        return number == replica if kind == "replicas" else number in in_flight
 
-    return found.read_paths(wanted, found.meta["ranks"][place.stage])
+    return found.read_paths(wanted, written.files[place.stage])
 
 
 def _repeat_forward(
-    runner: StageRunner, part: Part, found: CheckpointSet, minibatch: int, wants_grad: list[bool]
+    runner: StageRunner, part: Part, found: CheckpointSet, minibatch: int, wants_grad: Sequence[bool]
 ) -> None:
     """Run F(minibatch) again on the inputs, weights and buffers that it had, to have its graph back."""
     stage, replica = runner.place
@@ -172,7 +169,7 @@ def _repeat_forward(
         _fill(runner, runner.weights.restore_forward_weights(minibatch).flat, part, kept, found)
     _set_buffers(runner, lambda layer, own: _get(part, f"{flight}/buffers/{layer}/{own}", found))
     inputs = tuple(
-        _get(part, f"{flight}/inputs/{i}", found).to(runner.device).requires_grad_(wants)
+        _wanting(_get(part, f"{flight}/inputs/{i}", found).to(runner.device), wants)
         for i, wants in enumerate(wants_grad)
     )
     action = Action(
@@ -183,26 +180,42 @@ def _repeat_forward(
         version=runner.program.forward_version(minibatch),
         distance=runner.program.forward_distance(minibatch),
     )
-    runner.run_forward(action, inputs, None)
+    try:
+        runner.run_forward(action, inputs, None)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        # The same forward has been run before the cut, on what should be the same.
+        shapes = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in inputs)
+        raise CheckpointError(
+            f"{found.path}: stage {stage} cannot repeat the forward of minibatch {minibatch} on the inputs stored "
+            f"for it ({one_line(shapes, 100)}): {one_line(error, 200)}"
+        ) from error
+
+
+def _wanting(tensor: Tensor, grad: bool) -> Tensor:
+    # Of integers there is no gradient, and asking for one would be an error.
+    return tensor.requires_grad_(grad and tensor.is_floating_point())
 
 
 def restore_weights(runner: StageRunner, found: CheckpointSet) -> None:
     """Take over weights, buffers and optimizer state of the stage's layers, wherever they were trained."""
     layers = set(runner.stage.names)
-    before = [stage for stage, held in enumerate(found.meta["identity"]["stages"]) if not layers.isdisjoint(held)]
+    written = read_written(found)
+    before = [stage for stage, held in enumerate(written.layers) if not layers.isdisjoint(held)]
 
     def wanted(path: str) -> bool:
-        top, name, kind, *_ = path.split("/")
+        top, name, kind = (*path.split("/"), "", "")[:3]
         return top == "layers" and name in layers and kind != "buffers"
 
-    part = found.read_paths(wanted, [rank for stage in before for rank in found.meta["ranks"][stage]])
+    part = found.read_paths(wanted, [file for stage in before for file in written.files[stage]])
     _restore_layers(
         runner,
         found.step,
         lambda layer, path: _get(part, f"layers/{layer}/{path}", found),
         # Stages with more replicas have made fewer updates, and Adam corrects its young averages by one count for
         # all layers: too small a count makes the steps of some a little short, too large a one makes them long.
-        updates=min(_described(found, Place(stage))["updates"] for stage in before),
+        updates=min((read_state(found, written, Place(stage)).updates for stage in before), default=0),
         buffers="buffers_next",
     )
     runner.next_update = found.step
@@ -230,9 +243,11 @@ def start_from_weights(runners: Mapping[int, StageRunner], path: Path) -> None:
 
 def _from_safetensors(path: Path) -> _Getter:
     try:
+        # Not what the library would wait for, or map into memory: a pipe, a device.
+        os.close(open_plain(path))
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({one_line(error)})") from error
 
     def get(layer: str, stored: str) -> Tensor:
         name = f"{layer}.{stored.partition('/')[2]}"
@@ -254,14 +269,15 @@ def _restore_layers(
         expected.setdefault(name, parameter.shape)
     for name, parameter in stage.named_parameters():
         layer, own = stage.split_name(name)
-        named[name] = _fitting(get(layer, f"parameters/{own}"), expected[name], stage.public_name(name))
+        what = f"parameter {stage.public_name(name)!r}"
+        named[name] = _fitting(get(layer, f"parameters/{own}"), expected[name], parameter.dtype, what)
         if not parameter.requires_grad:
             parameter.data.copy_(named[name])
     weights.start_from(version, {slot.name: named[slot.name] for slot in weights.layout.slots}, updates=updates)
     for state, flat in weights.state.items() if optimizer else ():
         for name, view in weights.layout.views(flat).items():
             layer, own = stage.split_name(name)
-            view.copy_(get(layer, f"optimizer/{state}/{own}"))
+            _copy(get(layer, f"optimizer/{state}/{own}"), view, f"{state} of {stage.public_name(name)!r}")
     if buffers is not None:
         _set_buffers(runner, lambda layer, own: get(layer, f"{buffers}/{own}"))
 
@@ -270,22 +286,32 @@ def _set_buffers(runner: StageRunner, get: _Getter) -> None:
     for name, tensor in runner.buffers.items():
         # Graphs of forwards in flight hold on to buffers without needing their values (BatchNorm's running
         # statistics); writing past autograd, as a forward itself does, does not upset them.
-        tensor.data.copy_(get(*runner.stage.split_name(name)))
+        _copy(get(*runner.stage.split_name(name)), tensor.data, f"buffer {runner.stage.public_name(name)!r}")
 
 
-def _fitting(tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
-    if tensor.shape != shape:
-        raise CheckpointError(
-            f"parameter {name!r} is stored with shape {list(tensor.shape)}, but the model has {list(shape)}; "
-            "use the checkpoint of this model"
-        )
-    return tensor
+def _copy(stored: Tensor, to: Tensor, what: str) -> None:
+    to.copy_(_fitting(stored, to.shape, to.dtype, what))
+
+
+def _fitting(stored: Tensor, shape: torch.Size, dtype: torch.dtype, what: str) -> Tensor:
+    """`stored`, which must have this shape, and this dtype unless both are floating-point numbers."""
+    if stored.shape != shape:
+        found, wanted = f"shape {list(stored.shape)}", f"{list(shape)}"
+    elif stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
+        found, wanted = str(stored.dtype), str(dtype)
+    else:
+        return stored
+    raise CheckpointError(
+        f"{what} is stored with {found}, but the model has {wanted}; use the checkpoint of this model"
+    )
 
 
 def _fill(runner: StageRunner, flat: Tensor, part: Part, folder: str, found: CheckpointSet) -> None:
     for name, view in runner.weights.layout.views(flat).items():
         layer, own = runner.stage.split_name(name)
-        view.copy_(_get(part, f"{folder}/{layer}/{own}", found))
+        _copy(
+            _get(part, f"{folder}/{layer}/{own}", found), view, f"{folder} of {runner.stage.public_name(name)!r}"
+        )
 
 
 def _get(part: Part, path: str, found: CheckpointSet) -> Tensor:

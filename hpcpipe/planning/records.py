@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from hpcpipe.durable import replace_file
 from hpcpipe.errors import PlanError
 from hpcpipe.hints import did_you_mean
+from hpcpipe.untrusted import one_line, parse_json
 
 LONGEST_FILE = 64 * 2**20
 """Bytes: far above the plan of ten thousand ranks, and read in a moment."""
@@ -51,11 +52,9 @@ def parse(text: str, source: str | os.PathLike[str], form: str, version: int) ->
     Raises PlanError: no JSON object, another format or version, a key given twice, NaN or infinity.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except RecursionError:
-        raise PlanError(f"{source}: nested too deeply to be an {form}") from None
+        found = parse_json(text)
     except ValueError as error:
-        raise PlanError(f"{source}: is no valid JSON: {' '.join(str(error).split())}") from None
+        raise PlanError(f"{source}: is no valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise PlanError(f"{source}: must hold one JSON object with the format {form}, got {shown(found)}")
     if found.get("format") != form:
@@ -91,7 +90,9 @@ def entries(found: Any, kind: type, where: str) -> dict[str, Any]:
     known = {field.name: field for field in fields(kind)}
     for key in found:
         if key not in known:
-            raise PlanError(f"{dot}{key}: no such key{did_you_mean(key, known)}; the keys are {', '.join(known)}")
+            raise PlanError(
+                f"{dot}{one_line(key, 60)}: no such key{did_you_mean(key, known)}; the keys are {', '.join(known)}"
+            )
     for key, field in known.items():
         if key not in found and field.default is MISSING and field.default_factory is MISSING:
             raise PlanError(f"{dot}{key}: missing")
@@ -140,16 +141,3 @@ def shown(value: object) -> str:
     except (TypeError, ValueError, RecursionError):
         text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
-        raise ValueError(f"the key {shown(twice)} stands twice in one object")
-    return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON; every number must be finite")

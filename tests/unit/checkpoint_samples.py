@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
+from h5py import h5f
 
 from hpcpipe.checkpoint.layout import COMMIT_NAME, STORED, FileReport, new_set_directory, rank_name
-from hpcpipe.checkpoint.record import commit
+from hpcpipe.checkpoint.record import commit, read_record
 from hpcpipe.checkpoint.writer import write_rank_file
 
 Array = npt.NDArray[Any]
@@ -76,3 +80,22 @@ def fake_set(root: Path, step: int, *, committed: bool = True) -> Path:
 
 def uncommit(directory: Path) -> None:
     (directory / COMMIT_NAME).unlink()
+
+
+def recommit(directory: Path, meta: Mapping[str, Any] | None = None, **changes: int) -> None:
+    """Give a set of one rank a record in which all is right for its file as it is now, but for `changes`."""
+    (report,) = read_record(directory).files
+    data = (directory / rank_name(0)).read_bytes()
+    uncommit(directory)
+    commit(directory, [report._replace(**{"length": len(data), "crc": zlib.crc32(data), **changes})], meta or {})
+
+
+@contextmanager
+def another_hdf5(*, oldest: bool = False) -> Iterator[None]:
+    """Files that are written meanwhile hold the same, but are laid out as another version of HDF5 might do it.
+
+    The `oldest` layout has no checksums of its own.
+    """
+    least = h5f.LIBVER_EARLIEST if oldest else h5f.LIBVER_LATEST
+    with patch.multiple(h5f, LIBVER_V18=least, LIBVER_V110=h5f.LIBVER_LATEST):
+        yield

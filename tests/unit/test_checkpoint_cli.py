@@ -155,3 +155,12 @@ def test_an_output_that_cannot_be_written_is_one_line(run_folder: Path) -> None:
     done = _run("export", run_folder, "-o", run_folder / "none" / "m.safetensors")
     assert isinstance(done.exception, CheckpointError)
     assert "cannot be written (No such file or directory)" in str(done.exception)
+
+
+def test_what_a_set_says_of_itself_cannot_command_the_terminal(tmp_path: Path) -> None:
+    meta = {"\x1b]0;owned\x07": "\x1b[2J\ud800", "deep": {"a": "\x1b[31m"}, "long": "\x9b" * 500}
+    directory = write_set(tmp_path, 1, [layer_tree("a")], meta)
+    done = _run("show", directory)
+    assert done.exit_code == 0
+    assert all(line.isprintable() for line in done.stdout.splitlines())
+    assert json.loads(_run("show", directory, "--json").stdout)["meta"] == meta

@@ -18,10 +18,10 @@ from hpcpipe.checkpoint.describe import describe
 from hpcpipe.checkpoint.layout import COMMIT_NAME, FileReport, new_set_directory, rank_name
 from hpcpipe.checkpoint.record import commit, read_record
 from hpcpipe.checkpoint.sets import choose, find_sets, locate, newest_valid, open_set
-from hpcpipe.checkpoint.structure import LockedError
+from hpcpipe.checkpoint.structure import LockedError, check_structure
 from hpcpipe.checkpoint.writer import write_rank_file
 from hpcpipe.errors import CheckpointError
-from tests.unit.checkpoint_samples import layer_tree, same_tree, uncommit, write_set
+from tests.unit.checkpoint_samples import another_hdf5, layer_tree, same_tree, uncommit, write_set
 
 
 def _newest_step(root: Path) -> int | None:
@@ -182,15 +182,19 @@ def test_a_set_copied_to_another_step_is_skipped_and_to_another_name_still_opens
     assert open_set(tmp_path / "backup").step == 1
 
 
-def test_a_set_of_another_run_can_be_turned_down_by_its_meta(tmp_path: Path) -> None:
-    write_set(tmp_path, 1, [layer_tree("a")], {"run_id": "mine"})
-    write_set(tmp_path, 2, [layer_tree("a")], {"run_id": "theirs"})
-    chosen, skipped = newest_valid(
-        tmp_path, accept=lambda found: None if found.meta["run_id"] == "mine" else f"{found.path}: another run"
-    )
+def test_a_set_of_another_run_is_passed_over_where_the_run_is_known(tmp_path: Path) -> None:
+    mine, theirs = "a" * 16, "b" * 16
+    write_set(tmp_path, 1, [layer_tree("a")], {"run": mine})
+    write_set(tmp_path, 2, [layer_tree("a")], {"run": theirs})
+
+    chosen, skipped = newest_valid(tmp_path, home=mine)
+
     assert chosen is not None
     assert chosen.step == 1
-    assert skipped == [f"{tmp_path}/step-0000000002: another run"]
+    assert skipped == [
+        f"{tmp_path}/step-0000000002: is of another run ({theirs}), not of the run in this folder ({mine})"
+    ]
+    assert _newest_step(tmp_path) == 2
 
 
 def test_stale_parts_of_an_uncommitted_attempt_are_overwritten_and_cleared(tmp_path: Path) -> None:
@@ -331,7 +335,8 @@ def test_replicas_that_hold_different_values_of_one_array_are_noticed(tmp_path: 
 def test_a_locked_file_is_no_reason_to_take_an_older_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HDF5_USE_FILE_LOCKING", raising=False)
     write_set(tmp_path, 1, [layer_tree("a")])
-    directory = write_set(tmp_path, 2, [layer_tree("a")])
+    with another_hdf5():
+        directory = write_set(tmp_path, 2, [layer_tree("a")])
     with open(directory / rank_name(0), "rb") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         for attempt in (lambda: newest_valid(tmp_path), lambda: open_set(directory).read_rank(0)):
@@ -358,9 +363,17 @@ def test_a_file_system_without_locks_is_named_with_errno_and_remedy(
     def no_locks(*_: object, **__: object) -> None:
         raise OSError(f"Unable to open file (unable to lock file, errno = {number}, error message = '...')")
 
+    found = open_set(directory)
     monkeypatch.setattr(h5py, "File", no_locks)
     with pytest.raises(LockedError, match=f"errno {number}.*HDF5_USE_FILE_LOCKING=FALSE"):
-        open_set(directory).read_rank(0)
+        check_structure(directory / rank_name(0), found.record.files[0], found.index(0))
+
+
+def test_a_file_that_is_laid_out_as_this_version_does_it_needs_no_lock(tmp_path: Path) -> None:
+    directory = write_set(tmp_path, 1, [layer_tree("a")])
+    with open(directory / rank_name(0), "rb") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert open_set(directory).faults() == []
 
 
 def test_checkpoint_modules_load_neither_torch_nor_mpi() -> None:

@@ -160,6 +160,23 @@ def test_a_truncated_gzip_file_is_one_line(folder: Path) -> None:
         load(folder)
 
 
+def test_a_header_that_promises_the_impossible_gets_no_memory(tmp_path: Path) -> None:
+    header = b"\0\0\x08\x03" + b"\xff" * 12
+    for name, content in (("x", header + b"few"), ("x.gz", gzip.compress(header + b"few"))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"holds 3 bytes of data, but its header says {(2**32 - 1) ** 3}"):
+            idx.read_idx(tmp_path / name)
+    (tmp_path / "x").write_bytes(b"\0\0\x08\xff" + bytes(4 * 255))
+    with pytest.raises(DataError, match="has 255 dimensions"):
+        idx.read_idx(tmp_path / "x")
+
+
+def test_what_unpacks_to_more_than_its_header_says_is_not_unpacked_to_the_end(tmp_path: Path) -> None:
+    (tmp_path / "x.gz").write_bytes(gzip.compress(b"\0\0\x08\x01\0\0\0\x05" + bytes(50 << 20)))
+    with pytest.raises(DataError, match="holds more than 5 bytes of data, but its header says 5"):
+        idx.read_idx(tmp_path / "x.gz")
+
+
 def test_a_size_that_the_images_do_not_fit_in_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match=r"data.size: is 20, but the images are 28 by 28"):
         load(folder, size=20)

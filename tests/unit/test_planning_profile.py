@@ -258,7 +258,7 @@ def test_a_missing_key_of_the_profile_is_named(tmp_path: Path, key: str) -> None
         ('{"rows": -Infinity}', "is no valid JSON: -Infinity is no number of JSON"),
         ('{"rows": 1, "rows": 2}', 'is no valid JSON: the key "rows" stands twice in one object'),
         ('{"rows": ' + "9" * 5000 + "}", "is no valid JSON: "),
-        ('{"a":' * 100_000, "nested too deeply to be an hpcpipe-profile"),
+        ('{"a":' * 100_000, "is no valid JSON: nested too deeply"),
         ("{}", 'must have the format "hpcpipe-profile", got a JSON file without a format'),
         ("[]", "is neither a profile of hpcpipe (JSON) nor a graph of PipeDream (text)"),
         ("", "is neither a profile of hpcpipe (JSON) nor a graph of PipeDream (text)"),
