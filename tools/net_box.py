@@ -7,16 +7,26 @@ starts one rank on each host (`--ppn` for more) under MPICH's mpirun and ends wi
 bridge and links are made for the run and removed behind it, whatever happened. Needs root, `ip` and `tc` (Debian:
 iproute2), `unshare` (util-linux) and MPICH. All hosts share this machine's cores, files and memory; only the
 network is theirs alone. Rates are shaped by the kernel's token bucket (tbf), each direction of a link for itself.
+
+    tools/net_box.py run --hosts 2 --cut-off 1 --after 20 -- COMMAND
+    tools/net_box.py cut 1
+
+take a host off the network as a broken switch does, the second one in a box that stands: its packets vanish, its
+processes go on. `mend 1` joins it again.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +120,45 @@ def connect(made: Box, host: int) -> None:
     command("tc", "-n", namespace, "qdisc", "add", "dev", inside, *shape)
 
 
+def cut(link: str) -> None:
+    """Let everything vanish that a host sends and is sent; `link` is the outer end of its link."""
+    command("ip", "link", "set", link, "down")
+
+
+@contextmanager
+def cutting(link: str | None, due: Callable[[], bool]) -> Iterator[None]:
+    """Cut `link` when `due` says so, if it does before the end of the block; None cuts nothing."""
+    if link is None:
+        yield
+        return
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.1):
+            if due():
+                cut(link)
+                click.echo(f"net_box: {link} is cut at {time.time():.1f}", err=True)
+                return
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
+
+
+def link_of(host: int) -> str:
+    """The outer end of the link of a host in the box that stands. Raises click.ClickException unless it is one."""
+    shown = subprocess.run(["ip", "-j", "link", "show"], capture_output=True, text=True, check=False)
+    names = [entry["ifname"] for entry in json.loads(shown.stdout or "[]")]
+    found = [name for name in names if re.fullmatch(rf"hp\d+no{host}", name)]
+    if len(found) != 1:
+        raise click.ClickException(f"{len(found)} boxes with a host {host} stand, this needs one: run it as root")
+    return found[0]
+
+
 def mpirun_of(python: str) -> str:
     """MPICH's launcher beside this Python or on the PATH. Raises click.ClickException."""
     beside = Path(python).parent / "mpiexec.hydra"
@@ -144,12 +193,53 @@ def main() -> None:
 @click.option("--hosts", default=2, show_default=True, type=click.IntRange(1, 200), help="Number of hosts.")
 @click.option("--ppn", default=1, show_default=True, type=click.IntRange(1), help="Ranks on each host.")
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of each host's link, as tc writes it.")
+@click.option("--cut-off", metavar="HOST", type=click.IntRange(0), help="Cut this host off in mid-run.")
+@click.option("--after", metavar="SECONDS", type=click.FloatRange(0), help="When to cut: so long after the start.")
+@click.option("--when", metavar="FILE", type=click.Path(), help="When to cut: once this file is there, not empty.")
 @click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
-def run_command(hosts: int, ppn: int, rate: str, words: tuple[str, ...]) -> None:
+def run_command(
+    hosts: int,
+    ppn: int,
+    rate: str,
+    cut_off: int | None,
+    after: float | None,
+    when: str | None,
+    words: tuple[str, ...],
+) -> None:
     """Run a command under mpirun, its ranks spread over the hosts."""
-    with tempfile.TemporaryDirectory(prefix="net_box-") as folder, box(hosts, rate) as made:
+    if cut_off is None and (after is not None or when is not None):
+        raise click.UsageError("--after and --when say when to cut a host off: say which with --cut-off HOST")
+    if cut_off is not None and ((after is None) == (when is None) or cut_off >= hosts):
+        raise click.UsageError(f"--cut-off needs a host from 0 to {hosts - 1}, and either --after or --when")
+    began = time.monotonic()
+
+    def due() -> bool:
+        if after is not None:
+            return time.monotonic() - began >= after
+        file = Path(str(when))
+        return file.exists() and file.stat().st_size > 0
+
+    with (
+        tempfile.TemporaryDirectory(prefix="net_box-") as folder,
+        box(hosts, rate) as made,
+        cutting(None if cut_off is None else made.outside(cut_off), due),
+    ):
         code = launch(made, ppn, words, Path(folder))
     sys.exit(code)
+
+
+@main.command("cut")
+@click.argument("host", type=click.IntRange(0))
+def cut_command(host: int) -> None:
+    """Cut a host of the box that stands off the network."""
+    cut(link_of(host))
+
+
+@main.command("mend")
+@click.argument("host", type=click.IntRange(0))
+def mend_command(host: int) -> None:
+    """Join a host that was cut off again."""
+    command("ip", "link", "set", link_of(host), "up")
 
 
 if __name__ == "__main__":

@@ -193,13 +193,15 @@ def side(
         chunk_bytes=config.transport.chunk_bytes,
     )
     connect(config, runners, transport, plan=plan, schedule=schedule, data=data)
+    activity = Activity(rank=world.rank, origin=time.perf_counter(), trace=False)
+    world.waiter.task = activity.task
     engine = Engine(
         schedule=schedule,
         runners=runners,
         steering=steering,
         checkpoints=checkpoints or NoCheckpoints(),
         record=NoRecord(),
-        activity=Activity(rank=world.rank, origin=time.perf_counter(), trace=False),
+        activity=activity,
         progress=transport.progress,
         clip_norm=config.optimizer.clip_norm,
         norm_squared=lambda value: value,

@@ -127,9 +127,11 @@ class Engine:
                     break
                 continue
             began = time.perf_counter()
+            self._activity.current = (action, began)
             self._do[action.op](runner, action)
             self._activity.note(action, began, time.perf_counter())
             self._progress()
+        self._activity.current = None
         done = min(runner.next_update for runner in self._runners.values()) - 1
         return Ending(last_update=done, stopped=self._steering.stop_after is not None)
 

@@ -10,11 +10,15 @@ from hpcpipe.schedule.timeline import BUSY, trace_event
 
 
 class Activity:
-    """Times of one rank's actions. Times come in seconds of one clock, `origin` is where the timeline starts."""
+    """Times of one rank's actions. Times come in seconds of one clock, `origin` is where the timeline starts.
+
+    current: the action that the rank is at, and since when; whoever executes them sets it.
+    """
 
     def __init__(self, *, rank: int, origin: float, trace: bool) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.events: list[dict[str, Any]] = []
+        self.current: tuple[Action, float] | None = None
         self._rank = rank
         self._origin = origin
         self._trace = trace
@@ -25,6 +29,11 @@ class Activity:
         if self._trace:
             origin = self._origin
             self.events.append(trace_event(action, self._rank, began - origin, ended - origin))
+
+    def task(self) -> tuple[str, float] | None:
+        """What the rank is at, in words, and since when; other threads may ask."""
+        current = self.current
+        return None if current is None else (current[0].words, current[1])
 
     def busy_seconds(self) -> float:
         """Seconds spent computing."""

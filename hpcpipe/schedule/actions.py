@@ -120,6 +120,12 @@ class Action(NamedTuple):
         """The other end of a send or a receive."""
         return Place(self.peer, self.peer_replica)
 
+    @property
+    def words(self) -> str:
+        """As people say it: "F of minibatch 71", "receive activation of minibatch 71"."""
+        what = self.op.value if self.op.value.isalpha() else self.op.name.lower().replace("_", " ")
+        return f"{what} of minibatch {self.minibatch}"
+
     def __str__(self) -> str:
         micro = f".{self.microbatch}" if self.microbatch else ""
         return f"{self.op.value}({self.minibatch}{micro}) at {self.place}"

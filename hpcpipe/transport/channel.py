@@ -131,6 +131,11 @@ class MpiSender:
         self._ended = False
 
     @property
+    def peer(self) -> int:
+        """The rank at the other end."""
+        return self._wire.peer
+
+    @property
     def stats(self) -> ChannelStats:
         return ChannelStats(messages=self._sequence - self._ended, payload_bytes=self._payload_bytes)
 

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from hpcpipe.errors import TransportError
 from hpcpipe.transport.buffers import Memory
+from hpcpipe.transport.deadline import limited
 from hpcpipe.transport.members import Members
 from hpcpipe.transport.reduce import BucketReduce, check
+from hpcpipe.transport.standing import listed
 from hpcpipe.transport.wait import Condition, Request, Waiter
 from hpcpipe.transport.world import World
 
@@ -44,18 +46,22 @@ def join(world: World, waiter: Waiter, ranks: Sequence[int], stage: int) -> Memb
     }
     sends = [world.isend(mine.ctypes.data, mine.nbytes, rank, JOIN_TAG) for rank in greetings]
 
-    def missing() -> str:
-        absent = [rank for rank, request in receives.items() if not request.Test()] or list(receives)
-        return f"{'rank' if len(absent) == 1 else 'ranks'} {_listed(absent)} to join the replicas of stage {stage}"
+    def absent() -> list[int]:
+        return [rank for rank, request in receives.items() if not request.Test()] or list(receives)
 
-    waiter.wait([*receives.values(), *sends], missing, kind="collective")
+    def missing() -> str:
+        ranks = absent()
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)} to join the replicas of stage {stage}"
+
+    waiter.wait([*receives.values(), *sends], missing, kind="collective", peers=absent)
     for rank, greeting in greetings.items():
         if not np.array_equal(greeting, mine):
             raise TransportError(
                 f"rank {world.rank} joins the {len(ranks)} replicas of stage {stage}, but rank {rank} the "
                 f"{greeting[1]} of stage {greeting[0]}: all ranks need the same plan, and the same order of stages"
             )
-    return world.members(ranks, tag=JOIN_TAG)
+    with limited(waiter.abort_after_s):
+        return world.members(ranks, tag=JOIN_TAG)
 
 
 class StageGroup:
@@ -64,6 +70,7 @@ class StageGroup:
     All replicas call the same methods in the same order, except that a `BucketReduce` goes its own way.
 
     memory: how MPI reaches the tensors that it sums.
+    ranks: theirs, in the order of the replicas.
     limit: the most bytes in one MPI call.
 
     stage: whose replicas they are.
@@ -71,7 +78,16 @@ class StageGroup:
     index: the number of this one.
     """
 
-    def __init__(self, members: Members, waiter: Waiter, memory: Memory, *, stage: int, limit: int) -> None:
+    def __init__(
+        self,
+        members: Members,
+        waiter: Waiter,
+        memory: Memory,
+        *,
+        stage: int,
+        ranks: Sequence[int],
+        limit: int,
+    ) -> None:
         self.stage = stage
         self.size = members.size
         self.index = members.index
@@ -79,6 +95,7 @@ class StageGroup:
         self._waiter = waiter
         self._memory = memory
         self._limit = limit
+        self._peers = [rank for rank in ranks if rank != waiter.rank]
         self._rows: dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]] = {}
         self._reducers: list[tuple[BucketReduce, Members]] = []
 
@@ -145,6 +162,7 @@ class StageGroup:
             flat,
             buckets,
             limit=max(1, self._limit // flat.element_size()),
+            peers=self._peers,
         )
         self._reducers.append((reducer, members))
         return reducer
@@ -209,7 +227,7 @@ class StageGroup:
             self._waiter.wait([Condition(event.query)], what, kind="collective")
 
     def _wait(self, request: Request, what: Name) -> None:
-        self._waiter.wait([request], what, kind="collective")
+        self._waiter.wait([request], what, kind="collective", peers=self._peers)
 
 
 def _has_mean(tensor: Tensor) -> bool:
@@ -237,10 +255,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _from_bytes(data: Tensor, like: Tensor) -> Tensor:
     # The same for the address of other dtypes.
     return data.clone().view(like.dtype).view(like.shape)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
 
 
 def _text(what: Name) -> str:

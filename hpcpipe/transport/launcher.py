@@ -35,6 +35,16 @@ _RANKS = (
     "PALS_RANKID",
     "FLUX_TASK_RANK",
 )
+# Those of MPI's own launchers first: under an mpirun inside a Slurm step, SLURM_LOCALID is that of the mpirun.
+_LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "PMI_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "FLUX_TASK_LOCAL_ID",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,14 @@ class Promise:
     """A number of ranks that a launcher says it started, and the variable that says so."""
 
     ranks: int
+    variable: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalClaim:
+    """The number that a launcher says a process has among those of its host, and the variable that says so."""
+
+    rank: int
     variable: str
 
 
@@ -121,6 +139,26 @@ def launcher_rank(environment: Mapping[str, str]) -> int:
     if _inside_slurm_step(environment):
         return _number(environment, "SLURM_PROCID") or 0
     return 0
+
+
+def local_claim(environment: Mapping[str, str]) -> LocalClaim | None:
+    """What the launcher says of this process's place on its host; None where nothing does.
+
+    It may be inherited from another launcher further up: whoever uses it compares what all ranks of a host heard.
+    """
+    for variable in _LOCAL_RANKS:
+        rank = _number(environment, variable)
+        if rank is not None:
+            return LocalClaim(rank=rank, variable=variable)
+    rank = _number(environment, "SLURM_LOCALID")
+    if rank is not None and _inside_slurm_step(environment):
+        return LocalClaim(rank=rank, variable="SLURM_LOCALID")
+    return None
+
+
+def cpus_per_task(environment: Mapping[str, str]) -> int | None:
+    """How many CPUs Slurm says each task of this step has; None outside a step, or where none were asked for."""
+    return _number(environment, "SLURM_CPUS_PER_TASK") if _inside_slurm_step(environment) else None
 
 
 def mpirun_path() -> str | None:

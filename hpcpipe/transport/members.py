@@ -16,6 +16,12 @@ import numpy.typing as npt
 from hpcpipe.transport.wait import Request
 
 
+def memory_of(mpi: Any) -> Callable[[int, int], Any]:
+    """What makes a buffer for MPI of an address and a number of bytes; mpi4py before 4.0 calls it otherwise."""
+    made: Callable[[int, int], Any] = (mpi.buffer if hasattr(mpi, "buffer") else mpi.memory).fromaddress
+    return made
+
+
 class Members:
     """The ranks of one communicator, as one of them sees them.
 
@@ -26,6 +32,7 @@ class Members:
     def __init__(self, communicator: Any, mpi: Any) -> None:
         self._comm = communicator
         self._mpi = mpi
+        self._memory = memory_of(mpi)
         self.size: int = communicator.Get_size()
         self.index: int = communicator.Get_rank()
 
@@ -36,7 +43,7 @@ class Members:
 
     def broadcast(self, address: int, nbytes: int) -> Request:
         """Start to bring `nbytes` bytes of the first one to everybody's `address`."""
-        request: Request = self._comm.Ibcast(self._mpi.buffer.fromaddress(address, nbytes), 0)
+        request: Request = self._comm.Ibcast(self._memory(address, nbytes), 0)
         return request
 
     def summation(self, address: int, count: int, itemsize: int) -> Callable[[], Request]:
@@ -45,7 +52,7 @@ class Members:
         itemsize: 4 for float32, 8 for float64.
         """
         number = {4: self._mpi.FLOAT, 8: self._mpi.DOUBLE}[itemsize]
-        memory = [self._mpi.buffer.fromaddress(address, count * itemsize), count, number]
+        memory = [self._memory(address, count * itemsize), count, number]
         all_reduce, in_place, add = self._comm.Iallreduce, self._mpi.IN_PLACE, self._mpi.SUM
 
         def start() -> Request:

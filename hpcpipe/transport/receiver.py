@@ -7,7 +7,7 @@ persistent requests on fixed memory. A position is posted again only when nobody
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from torch import Tensor
@@ -63,6 +63,7 @@ class MpiReceiver:
     depth: ring positions, the same at both ends: the most messages that are held at once.
     being_sent: whether a send of this rank still reads memory in a range of addresses: a stage that passes its
         input on unchanged sends from the memory of the ring.
+    takers: the ranks that such sends are for.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class MpiReceiver:
         *,
         depth: int,
         being_sent: Callable[[int, int], bool],
+        takers: Callable[[], Sequence[int]] = tuple,
     ) -> None:
         self.channel = channel
         self._wire = wire
@@ -81,6 +83,7 @@ class MpiReceiver:
         self._waiter = waiter
         self._depth = depth
         self._being_sent = being_sent
+        self._takers = takers
         self._agreement = Agreement()
         self._agreed: object = None
         self._layouts: dict[bytes, Layout] = {}
@@ -172,6 +175,7 @@ class MpiReceiver:
             posted += [request for slot in position.slots if slot.posted for request in slot.requests]
             for request in posted:
                 request.Cancel()
+            # Taking back what was posted is this rank's own business: no peer has to do anything.
             self._waiter.wait(posted, lambda: f"the end of the {self.channel}", kind="finish")
             for request in [position.request, *(r for slot in position.slots for r in slot.requests)]:
                 request.Free()
@@ -188,9 +192,15 @@ class MpiReceiver:
                 [Condition(lambda: position.stage is _Stage.POSTED or self._recover(position))],
                 lambda: f"the last reader of the memory of the {self.channel}",
                 kind=self.channel.kind.word,
+                peers=self._takers,
             )
         if not done_soon(position.request):
-            self._waiter.wait([position.request], lambda: self._awaited(minibatch), kind=self.channel.kind.word)
+            self._waiter.wait(
+                [position.request],
+                lambda: self._awaited(minibatch),
+                kind=self.channel.kind.word,
+                peers=(self._wire.peer,),
+            )
 
     def _read(self, position: _Position, minibatch: int) -> Layout:
         words = position.buffer.words
@@ -242,6 +252,7 @@ class MpiReceiver:
                 pending,
                 lambda: self._awaited(minibatch),
                 kind=self.channel.kind.word,
+                peers=(self._wire.peer,),
                 yielding_s=PATIENT_YIELDING_S,
             )
         tensors: list[Tensor | None] = []

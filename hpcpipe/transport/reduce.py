@@ -44,6 +44,7 @@ class BucketReduce:
     flat: the tensor of shape (n,), float32 or float64.
     buckets: ranges of elements (start, stop) that do not overlap, in the order in which they are summed.
     limit: the most elements in one MPI call.
+    peers: the ranks that sum with this one.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class BucketReduce:
         buckets: Sequence[tuple[int, int]],
         *,
         limit: int,
+        peers: Sequence[int] = (),
     ) -> None:
+        self._peers = peers
         self._memory = memory
         self._waiter = waiter
         self._buckets = list(buckets)
@@ -136,7 +139,13 @@ class BucketReduce:
             wrong = "began" if not self._open else "became ready"
             raise TransportError(f"{self._waiter.subject()} ends {said}: {never} never {wrong}")
         if not self._done():
-            self._waiter.wait([Condition(self._done)], what, kind="all-reduce", yielding_s=PATIENT_YIELDING_S)
+            self._waiter.wait(
+                [Condition(self._done)],
+                what,
+                kind="all-reduce",
+                peers=self._peers,
+                yielding_s=PATIENT_YIELDING_S,
+            )
         self._open = False
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpcpipe.errors import TransportError
+from hpcpipe.transport.standing import listed
 from hpcpipe.transport.wait import Condition, Request, Waiter
 from hpcpipe.transport.world import PersistentRequest, World
 
@@ -69,7 +70,10 @@ class Reports:
         if self._world.rank != 0:
             self._post([_END] + [0] * self._length)
             self._waiter.wait(
-                [request for request, _ in self._sends], "its reports to reach rank 0", kind="reports"
+                [request for request, _ in self._sends],
+                "its reports to reach rank 0",
+                kind="reports",
+                peers=(0,),
             )
             self._sends = []
         found = self.poll()
@@ -80,8 +84,9 @@ class Reports:
 
         self._waiter.wait(
             [Condition(all_ended)],
-            lambda: f"the last reports of ranks {', '.join(str(rank) for rank in self._buffers)}",
+            lambda: f"the last reports of ranks {listed(list(self._buffers))}",
             kind="reports",
+            peers=lambda: list(self._buffers),
         )
         return found
 

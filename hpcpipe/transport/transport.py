@@ -114,6 +114,7 @@ class Transport:
             self._waiter,
             depth=depth,
             being_sent=self._being_sent,
+            takers=self._takers,
         )
         self._receivers[channel] = receiver
         return receiver
@@ -135,7 +136,7 @@ class Transport:
                 )
             members = join(self._world, self._waiter, ranks, stage)
             self._groups[stage] = StageGroup(
-                members, self._waiter, self._sums, stage=stage, limit=self._chunk_bytes
+                members, self._waiter, self._sums, stage=stage, ranks=ranks, limit=self._chunk_bytes
             )
         return self._groups[stage]
 
@@ -166,6 +167,7 @@ class Transport:
             [flight for sender in self._senders.values() for flight in sender.flights],
             "its last messages to be taken",
             kind="finish",
+            peers=self._takers,
         )
         for sender in self._senders.values():
             sender.progress()
@@ -267,6 +269,10 @@ class Transport:
                 "minibatches in flight"
             )
         return Wire(port=self._world, peer=peer, tags=tags, chunk_bytes=self._chunk_bytes)
+
+    def _takers(self) -> list[int]:
+        """The ranks that have not taken all that was sent to them."""
+        return sorted({sender.peer for sender in self._senders.values() if sender.flights})
 
     def _being_sent(self, address: int, nbytes: int) -> bool:
         for sender in self._senders.values():

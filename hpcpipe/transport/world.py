@@ -12,18 +12,23 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcpipe.errors import EXIT_FAILURE, HpcpipeError, LauncherError, TransportError
+from hpcpipe.errors import EXIT_FAILURE, FailedElsewhere, HpcpipeError, LauncherError, TransportError
+from hpcpipe.transport.deadline import end_within, limited
 from hpcpipe.transport.launcher import check_launch, check_launcher_family, mpirun_path
-from hpcpipe.transport.members import Members
+from hpcpipe.transport.long_wait import ABORT_AFTER_S
+from hpcpipe.transport.members import Members, memory_of
+from hpcpipe.transport.roll_call import RollCall, convene
 from hpcpipe.transport.wait import Request, Waiter
 
 THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
+ABORTED_WITHIN_S = 5
+"""Some libraries ask the launcher to end the job and wait for it, and the launcher may be out of reach."""
 NEEDED_THREAD_LEVEL = "funneled"
 """Threads exist (torch, the checkpoint writer), but only the main thread calls MPI."""
 
@@ -38,14 +43,6 @@ class PersistentRequest(Request, Protocol):
     def Free(self) -> None: ...
 
 
-class FailedElsewhere(HpcpipeError):
-    """Another rank has failed and speaks for all: this one ends without a word."""
-
-    def __init__(self, rank: int, exit_code: int) -> None:
-        super().__init__(f"rank {rank} failed")
-        self.exit_code = exit_code
-
-
 class World:
     """The job as one rank sees it.
 
@@ -57,14 +54,19 @@ class World:
     tag_limit: the largest tag of the library.
     memory_kinds: what the library says it can send from (MPI 4.1), or None.
     waiter: does every wait of the collectives; may be replaced.
+    remarks: what a user should know about how this job is watched; one line each.
     """
+
+    _roll_call: RollCall | None = None
 
     def __init__(self, communicator: Any, mpi: Any, waiter: Waiter | None = None) -> None:
         self._comm = communicator
         self._mpi = mpi
-        self._buffer = mpi.buffer.fromaddress
+        self._buffer = memory_of(mpi)
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self.remarks: list[str] = []
         self.waiter = waiter or Waiter(rank=self.rank)
         self.library = _library(mpi)
         self.standard = ".".join(str(part) for part in mpi.Get_version())
@@ -76,8 +78,16 @@ class World:
         self.local_rank = self.hosts[: self.rank].count(self.host)
 
     @classmethod
-    def connect(cls, *, environment: Mapping[str, str] = os.environ, waiter: Waiter | None = None) -> World:
+    def connect(
+        cls,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        waiter: Waiter | None = None,
+        watched: bool = True,
+    ) -> World:
         """Initialise MPI and return the world. Every rank calls it once, from its main thread.
+
+        watched: let ranks ask each other what they do in waits that last; the same on all ranks.
 
         `MPI4PY_RC_THREAD_LEVEL` overrides the thread level that is asked for.
 
@@ -104,22 +114,46 @@ class World:
             wished = environment.get("MPI4PY_RC_THREAD_LEVEL", NEEDED_THREAD_LEVEL)
             if wished not in THREAD_LEVELS:
                 raise LauncherError(f"MPI4PY_RC_THREAD_LEVEL={wished}: must be one of {', '.join(THREAD_LEVELS)}")
-            MPI.Init_thread(getattr(MPI, f"THREAD_{wished.upper()}"))
+            with limited(ABORT_AFTER_S):
+                MPI.Init_thread(getattr(MPI, f"THREAD_{wished.upper()}"))
         check_launch(environment, size=MPI.COMM_WORLD.Get_size(), library=library, mpirun=mpirun_path())
         communicator, request = MPI.COMM_WORLD.Idup()
         first = waiter or Waiter(rank=MPI.COMM_WORLD.Get_rank())
         first.wait([request], "the duplicate of the world communicator", kind="collective")
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
-        return cls(communicator, MPI, waiter)
+        world = cls(communicator, MPI, waiter)
+        if watched:
+            world._roll_call, remark = convene(world)
+            world.waiter = world._waiter
+            world.remarks += [] if remark is None else [remark]
+        return world
+
+    @property
+    def waiter(self) -> Waiter:
+        """What does the waits of this rank."""
+        return self._waiter
+
+    @waiter.setter
+    def waiter(self, waiter: Waiter) -> None:
+        self._waiter = waiter
+        if self._roll_call is not None:
+            waiter.watch = self._roll_call
+            self._roll_call.standing = waiter.standing
+
+    def name_ranks(self, name: Callable[[int], str]) -> None:
+        """Let messages about other ranks call them by `name`, as "rank 1 (stage 1)"."""
+        if self._roll_call is not None:
+            self._roll_call.name = name
 
     @property
     def notes(self) -> list[str]:
         """What a user should know about this MPI; one line each, usually none."""
         if THREAD_LEVELS.index(self.thread_level) >= THREAD_LEVELS.index(NEEDED_THREAD_LEVEL):
-            return []
+            return list(self.remarks)
         return [
+            *self.remarks,
             f"{self.library} granted thread level {self.thread_level}, {NEEDED_THREAD_LEVEL} was needed: hpcpipe "
-            "calls MPI from its main thread only, but the library does not promise to work beside other threads"
+            "calls MPI from its main thread only, but the library does not promise to work beside other threads",
         ]
 
     @property
@@ -233,16 +267,25 @@ class World:
         """Run a block that may fail on some ranks only, then `agree`; the block must not communicate."""
         error: Exception | None = None
         try:
-            yield
+            with self.waiter.busy(what):
+                yield
         except Exception as caught:
             error = caught
         self.agree(error, what=what)
 
+    def farewell(self, code: int) -> None:
+        """Tell the other ranks that this one ends the job with `code`: they will not take it for lost."""
+        if self._roll_call is not None:
+            self._roll_call.farewell(code)
+
     def abort(self, code: int) -> NoReturn:
         """End every rank of the job at once with `code`, whatever threads are alive."""
+        self.farewell(code)
+        with contextlib.suppress(ValueError):
+            end_within(ABORTED_WITHIN_S)
         for stream in (sys.stdout, sys.stderr):
-            # A stream that is closed must not keep the job from ending.
-            with contextlib.suppress(OSError, ValueError):
+            # A stream that is closed, or in use by what a signal handler has interrupted, must not keep the job.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
                 stream.flush()
         if self.size > 1:
             self._mpi.COMM_WORLD.Abort(code)
@@ -252,11 +295,12 @@ class World:
         """Finalise MPI; every rank calls it once, after its last message."""
         self.barrier("the end of all ranks")
         if not self._mpi.Is_finalized():
-            self._comm.Free()
-            self._mpi.Finalize()
+            with limited(self.waiter.abort_after_s):
+                self._comm.Free()
+                self._mpi.Finalize()
 
     def _finish(self, request: Request, what: str) -> None:
-        self.waiter.wait([request], what, kind="collective")
+        self.waiter.wait([request], what, kind="collective", peers=self._others)
 
     def _level_index(self) -> int:
         levels = (

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.mpi.launch import ROOT, Result, supervise
+from tools.torture_parts.runs import write_run_file
+
+pytestmark = pytest.mark.alone
 
 LINK_BYTES = 4 << 20
 PROGRAM = f"""
@@ -55,3 +61,42 @@ def test_a_box_ends_with_the_exit_code_of_its_ranks_and_leaves_no_host_behind(co
 
     assert result.rc == code, result
     assert namespaces() == before
+
+
+ABORT_S = 6.0
+
+
+def running(word: str) -> list[str]:
+    """Command lines of the processes that have `word` in theirs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if word in line:
+            found.append(line)
+    return found
+
+
+def test_training_ends_by_itself_in_time_when_a_host_is_cut_off(tmp_path: Path) -> None:
+    file = write_run_file(tmp_path, policy="stash", optimizer="sgd", epochs=10**4, every=0)
+    out = tmp_path / "out"
+    box = ["--ppn", "2", "--cut-off", "1", "--when", str(out / "metrics.jsonl"), "--"]
+    limits = [f"--set=run.stall_abort_s={ABORT_S}", f"--set=run.stall_warning_s={ABORT_S / 2}"]
+
+    result = net_box(*box, sys.executable, "-m", "hpcpipe", "train", str(file), "--out", str(out), *limits)
+
+    ended = time.time()
+    assert result.rc == 1, result
+    # The file is written when the first minibatches are done: the cut came at most a moment later.
+    (cut_at,) = (float(at) for at in re.findall(r"net_box: .* is cut at (\S+)", result.stderr))
+    assert ended - cut_at < ABORT_S + 5.0, result
+    last = next(line for line in reversed(result.stderr.splitlines()) if line.startswith("[rank "))
+    blamed = r"ranks? [23].* on host host1 (does|do) not answer for \d+ s: frozen, or (its|their) host is cut off$"
+    assert re.search(blamed, last), result
+    assert re.match(r"\[rank [01]\] .*TransportError: rank [01] \(stage [01]\) waited for ", last)
+    # On the other side the ranks end by themselves, too.
+    while running(str(file)):
+        assert time.time() - cut_at < 2 * (ABORT_S + 5.0), running(str(file))
+        time.sleep(0.1)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.mpi.launch import Result, run, run_alone
+from hpcpipe.errors import EXIT_REQUEUE
+from hpcpipe.transport.job import LAST_ONE_S
+from tests.mpi.launch import Result, mpirun, run, run_alone, supervise
+
+pytestmark = pytest.mark.alone
 
 PROGRAM = "transport_endings.py"
 ABORTED_WITHIN_S = 10.0
@@ -12,7 +19,8 @@ ABORTED_WITHIN_S = 10.0
 
 def _end(mode: str, ranks: int = 3) -> Result:
     result = run(PROGRAM, ranks, mode, timeout_s=40)
-    assert result.seconds < ABORTED_WITHIN_S, str(result)
+    pause = LAST_ONE_S if result.rc == EXIT_REQUEUE else 0.0
+    assert result.seconds < ABORTED_WITHIN_S + pause, str(result)
     return result
 
 
@@ -50,11 +58,32 @@ def test_one_line_says_why_the_job_ended(mode: str, rc: int, line: str) -> None:
     assert (result.rc, _ours(result)) == (rc, [line]), str(result)
 
 
-@pytest.mark.parametrize(("mode", "rc"), [("agrees_that_all_is_well", 0), ("stops_for_requeue", 75)])
+@pytest.mark.parametrize(
+    ("mode", "rc"),
+    [("agrees_that_all_is_well", 0), ("is_signalled_while_it_leaves", 75)],
+)
 def test_what_all_ranks_agree_on_is_returned_in_silence(mode: str, rc: int) -> None:
     result = _end(mode)
 
     assert (result.rc, _ours(result)) == (rc, []), str(result)
+
+
+def test_rank_0_alone_leaves_with_75_and_as_the_last_one_so_that_no_launcher_kills_another_for_it(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!/bin/sh\n'{sys.executable}' \"$@\"\ncode=$?\necho $code > '{tmp_path}/rank'$PMI_RANK\nexit $code\n"
+    )
+    script.chmod(0o755)
+    command = [str(script) if word == sys.executable else word for word in mpirun(PROGRAM, 3, "stops_for_requeue")]
+
+    result = supervise(command, timeout_s=40)
+
+    assert (result.rc, _ours(result)) == (75, []), str(result)
+    files = [tmp_path / f"rank{rank}" for rank in range(3)]
+    assert [file.read_text() for file in files] == ["75\n", "0\n", "0\n"]
+    assert files[0].stat().st_mtime > max(file.stat().st_mtime for file in files[1:]) + 1.0
 
 
 def test_another_code_of_all_ranks_is_the_code_of_the_job() -> None:

@@ -24,6 +24,7 @@ class LoneWorld(World):
         self.library = "no MPI"
         self.thread_level = "multiple"
         self.memory_kinds = None
+        self.remarks = []
         self.tag_limit = 2**20
         self.waiter = Waiter(rank=0)
 

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from hpcpipe.errors import LauncherError
-from hpcpipe.transport.launcher import check_launch, check_launcher_family, family_of, launcher_rank, promises
+from hpcpipe.transport.launcher import (
+    check_launch,
+    check_launcher_family,
+    cpus_per_task,
+    family_of,
+    launcher_rank,
+    local_claim,
+    promises,
+)
 
 MPICH = "MPICH 5.0.2"
 OPEN_MPI = "Open MPI 5.0.11"
@@ -101,3 +109,46 @@ def test_slurm_promises_nothing_outside_a_step() -> None:
 )
 def test_libraries_and_launchers_belong_to_families(name: str, family: str) -> None:
     assert family_of(name) == family
+
+
+@pytest.mark.parametrize(
+    ("environment", "claim"),
+    [
+        ({}, None),
+        ({**STEP, "SLURM_LOCALID": "2"}, (2, "SLURM_LOCALID")),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1"}, (1, "OMPI_COMM_WORLD_LOCAL_RANK")),
+        ({"MPI_LOCALRANKID": "3"}, (3, "MPI_LOCALRANKID")),
+        ({"PALS_LOCAL_RANKID": "5"}, (5, "PALS_LOCAL_RANKID")),
+        ({"MV2_COMM_WORLD_LOCAL_RANK": "1"}, (1, "MV2_COMM_WORLD_LOCAL_RANK")),
+        ({"PMI_LOCAL_RANK": "1"}, (1, "PMI_LOCAL_RANK")),
+        ({"FLUX_TASK_LOCAL_ID": "7"}, (7, "FLUX_TASK_LOCAL_ID")),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),
+        ({**STEP, "SLURM_LOCALID": "0", "MPI_LOCALRANKID": "1"}, (1, "MPI_LOCALRANKID")),
+        ({"MPI_LOCALRANKID": "first"}, None),
+    ],
+    ids=[
+        "no launcher",
+        "Slurm",
+        "Open MPI",
+        "MPICH",
+        "PALS",
+        "MVAPICH",
+        "Cray",
+        "Flux",
+        "batch script",
+        "mpirun in a step",
+        "no number",
+    ],
+)
+def test_each_launcher_says_which_rank_of_its_host_this_is(
+    environment: dict[str, str], claim: tuple[int, str] | None
+) -> None:
+    said = local_claim(environment)
+
+    assert (said and (said.rank, said.variable)) == claim
+
+
+def test_cpus_of_a_task_are_known_inside_a_step_only() -> None:
+    assert cpus_per_task({**STEP, "SLURM_CPUS_PER_TASK": "4"}) == 4
+    assert cpus_per_task({"SLURM_PROCID": "0", "SLURM_CPUS_PER_TASK": "4"}) is None
+    assert cpus_per_task(STEP) is None

@@ -1,4 +1,7 @@
-"""Trains every run file of a list, one after the other, on the ranks of one job: `pipeline_cases.py LIST.json`."""
+"""Trains each run of a list, one after the other, on the ranks of one job: `pipeline_cases.py LIST.json`.
+
+The list holds pairs of a run file and what to resume from (or null). Rank 0 names each on stderr before its lines.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from hpcpipe.transport.world import World
 
 
 def main(world: World) -> int:
-    for run_file in json.loads(Path(sys.argv[1]).read_text()):
-        code = train(world, TrainOptions(run_file=run_file))
+    for run_file, resume in json.loads(Path(sys.argv[1]).read_text()):
+        if world.rank == 0:
+            print(f"run {run_file}", file=sys.stderr, flush=True)
+        code = train(world, TrainOptions(run_file=run_file, resume=resume))
         if code:
             return code
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -93,6 +95,18 @@ def agrees_that_all_is_well(world: World) -> int:
 
 
 def stops_for_requeue(world: World) -> int:
+    return 75
+
+
+def is_signalled_while_it_leaves(world: World) -> int:
+    """Every rank gets a signal again and again until its process is gone."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    rank = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == rank:
+            time.sleep(0.005)
+            os.kill(rank, signal.SIGTERM)
+        os._exit(0)
     return 75
 
 
