@@ -31,8 +31,15 @@ def train(
     """Train the model of RUN.toml as a pipeline over the ranks of this job.
 
     Started under mpirun or srun, one process per rank; each owns a stage or a replica of one. Exit codes: 0 done,
-    2 wrong input, 75 stopped by request with a committed checkpoint (run the same command again), 1 anything else.
+    2 wrong input, 75 stopped by request with a committed checkpoint (run the same command again), 143 ended at
+    once by a second SIGTERM, 1 anything else.
     """
+    from hpcpipe.engine.signals import DEFAULT_SIGNALS, StopSignals
+
+    # Before the imports that take seconds: whoever asks for a stop meanwhile is heard, and does not kill the job.
+    signals = StopSignals()
+    signals.listen(DEFAULT_SIGNALS)
+
     from hpcpipe.engine.train import TrainOptions
     from hpcpipe.engine.train import train as run
     from hpcpipe.transport.job import run_job
@@ -40,4 +47,4 @@ def train(
     chosen = (("run.out", out), ("pipeline.plan", plan), ("run.progress", progress))
     given = [f"{key}={value!r}" for key, value in chosen if value is not None]
     options = TrainOptions(run_file=run_file, overrides=(*overrides, *given), resume=resume, overwrite=overwrite)
-    sys.exit(run_job(lambda world: run(world, options)))
+    sys.exit(run_job(lambda world: run(world, options, signals), leaving=signals.release))

@@ -8,5 +8,6 @@ replicas  sums gradients, losses and words over the replicas of a stage
 passes, substitution, derived, stage      forward and backward on given weights
 objective                     losses and figures of the last stage
 weights, horizon              versions and predictions
-steering, signals, checkpoints, snapshot  cuts, stops, and what is stored at them
+steering, checkpoints, snapshot           cuts, stops, and what is stored at them
+stopping, signals, forked, time_left      what asks a run to stop
 """

@@ -196,8 +196,9 @@ def test_every_rank_gets_the_plan_that_rank_0_has_read(tmp_path: Path) -> None:
 
 def test_the_option_of_the_command_names_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("hpcpipe.transport.job.run_job", lambda main: main(None))
-    monkeypatch.setattr("hpcpipe.engine.train.train", lambda world, options: given.append(options) or 0)
+    monkeypatch.setattr("hpcpipe.transport.job.run_job", lambda main, leaving: main(None))
+    monkeypatch.setattr("hpcpipe.engine.train.train", lambda world, options, signals: given.append(options) or 0)
+    monkeypatch.setattr("hpcpipe.engine.signals.StopSignals.listen", lambda self, names: None)
 
     done = CliRunner().invoke(command_line, ["train", "run.toml", "--plan", "my plan.json"])
 
