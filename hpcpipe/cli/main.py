@@ -26,6 +26,7 @@ _COMMANDS = {
     "simulate": ("hpcpipe.cli.simulate", "Predict throughput, bubble and memory of a plan."),
     "schedule": ("hpcpipe.cli.schedule", "Show or verify a schedule."),
     "checkpoint": ("hpcpipe.cli.checkpoint", "List, show, verify or export checkpoints."),
+    "job": ("hpcpipe.cli.job", "Write the script that a batch system runs."),
     "doctor": ("hpcpipe.cli.doctor", "Say what this installation can do and what it would use."),
     "bench": ("hpcpipe.cli.bench", "Measure the update, a link, or a whole pipeline."),
 }

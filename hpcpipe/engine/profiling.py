@@ -14,6 +14,7 @@ import torch
 from hpcpipe.config import RunConfig
 from hpcpipe.datasets.build import build_dataset
 from hpcpipe.engine.measure import measure
+from hpcpipe.engine.placement import Placement, find_placement
 from hpcpipe.engine.resources import choose_device, set_threads
 from hpcpipe.engine.run_file import agreed_run, naming
 from hpcpipe.errors import LauncherError
@@ -42,11 +43,12 @@ def take_profile(world: World, options: ProfileOptions) -> Profile:
             "--concurrent needs several ranks, there is 1: start them with mpirun -n N hpcpipe profile ..."
         )
     config = agreed_run(world, options.run_file, options.overrides)
+    placement = find_placement(world)
     with naming(options.run_file):
         with world.together("preparing device and data"):
-            device = choose_device(config, world)
+            device = choose_device(config, placement)
             data = build_dataset(config.data, config.run.seed)
-        _set_threads(config, world, options)
+        _set_threads(config, placement, options)
         progress = _Shown(config, world)
         try:
             return measure(
@@ -62,10 +64,10 @@ def take_profile(world: World, options: ProfileOptions) -> Profile:
             progress.close()
 
 
-def _set_threads(config: RunConfig, world: World, options: ProfileOptions) -> None:
+def _set_threads(config: RunConfig, placement: Placement, options: ProfileOptions) -> None:
     """As many as each rank of the run will have: its share of the cores is known where all ranks are here."""
     if options.concurrent or config.run.threads is not None or "OMP_NUM_THREADS" in os.environ:
-        set_threads(config, world)
+        set_threads(config, placement)
     else:
         torch.set_num_threads(1)
 
