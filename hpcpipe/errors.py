@@ -11,6 +11,8 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_REQUEUE = 75
 """Stopped by request with a committed checkpoint (EX_TEMPFAIL): the job script should run the command again."""
+EXIT_TERMINATED = 143
+"""Ended at once by a second SIGTERM: what a shell says of a process that SIGTERM killed."""
 
 
 class HpcpipeError(Exception):
@@ -41,8 +43,22 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, or of another model or run."""
 
 
+class FolderError(UserError):
+    """The folder of a run that cannot be used: it cannot be written, or another run has it."""
+
+
+class FolderLostError(FolderError):
+    """The same in the middle of a run: one line, but exit code 1, as what is committed is there to go on from."""
+
+    exit_code = EXIT_FAILURE
+
+
 class PlanError(UserError):
     """A profile, topology or plan that cannot be read or used, or a model that fits no plan."""
+
+
+class JobError(UserError):
+    """A job script that cannot be written as asked."""
 
 
 class LauncherError(UserError):
@@ -55,3 +71,11 @@ class TransportError(HpcpipeError):
 
 class NonFiniteError(HpcpipeError):
     """The loss or a gradient is NaN or infinite and the run was told to stop at that."""
+
+
+class FailedElsewhere(HpcpipeError):
+    """Another rank has failed and speaks for all: this one ends without a word."""
+
+    def __init__(self, rank: int, exit_code: int) -> None:
+        super().__init__(f"rank {rank} failed")
+        self.exit_code = exit_code

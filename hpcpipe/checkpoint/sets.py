@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcpipe.checkpoint.layout import COMMIT_NAME, Array, Entry, Index, parse_set_name, rank_name
+from hpcpipe.checkpoint.layout import COMMIT_NAME, Array, Entry, FileReport, Index, parse_set_name, rank_name
+from hpcpipe.checkpoint.origin import home_of, strangeness
 from hpcpipe.checkpoint.reader import Part, RankFile, file_faults, read_index, read_part
 from hpcpipe.checkpoint.record import Record, length_fault, read_record
+from hpcpipe.checkpoint.stranger import stranger
 from hpcpipe.errors import CheckpointError
 
 
@@ -155,12 +157,14 @@ class CheckpointSet:
         """Everything that is wrong with the files, a line each; reads all of them.
 
         Raises:
-            LockedError: a file cannot be looked at.
+            NoVerdictError: a file cannot be looked at.
         """
         found = []
         for report in self.record.files:
-            if faults := file_faults(self.path / rank_name(report.rank), report):
-                found += faults
+            path = self.path / rank_name(report.rank)
+            if faults := file_faults(path, report):
+                other = stranger(path, report, self.record)
+                found += faults if other is None else [other]
             else:
                 self._verified.add(report.rank)
         return found
@@ -216,36 +220,49 @@ def find_sets(root: Path) -> list[SetInfo]:
 def inspect(path: Path) -> SetInfo:
     """What record and lengths tell of a set's folder; under a user's own name it has the step of its record."""
     record = fault = None
-    name = parse_set_name(path.resolve().name)
+    name = _set_named(path)
     try:
         record = read_record(path)
-        fault = next((f for report in record.files if (f := length_fault(path, report))), None)
+        fault = next((f for report in record.files if (f := _misfit(path, report, record))), None)
         if name is not None and record.step != name[0]:
             fault = f"{path}: its commit record is of step {record.step}; the folder was renamed or copied"
     except CheckpointError as error:
         fault = str(error)
     step, attempt = name or (record.step if record else 0, 0)
-    committed = (path / COMMIT_NAME).exists()
+    # Also where it may not be looked at, or leads nowhere: something is there.
+    committed = os.path.lexists(path / COMMIT_NAME)
     return SetInfo(path=path, step=step, attempt=attempt, committed=committed, record=record, fault=fault)
 
 
+def _misfit(path: Path, report: FileReport, record: Record) -> str | None:
+    """What the length of a rank file tells and, if that is wrong, the file itself."""
+    fault = length_fault(path, report)
+    return fault and (stranger(path / rank_name(report.rank), report, record) or fault)
+
+
+def _set_named(path: Path) -> tuple[int, int] | None:
+    """(step, attempt) by the name of the folder that `path` leads to."""
+    return parse_set_name(os.path.basename(os.path.realpath(path)))
+
+
 def newest_valid(
-    root: Path, *, deep: bool = True, accept: Callable[[CheckpointSet], str | None] | None = None
+    root: Path, *, deep: bool = True, home: str | None = None
 ) -> tuple[CheckpointSet | None, list[str]]:
     """The newest set below `root` that verifies, and for each newer folder a line why it was passed over.
 
-    `deep` reads every file of a candidate; without it only records and lengths count. `accept` may turn a set down
-    by returning a reason (say, that its meta is of another run).
+    `deep` reads every file of a candidate; without it only records and lengths count. Sets of another run than
+    `home` (None: any will do) are passed over.
 
     Raises:
-        LockedError: a file cannot be looked at; to start from an older set, or from nothing, would be wrong.
+        NoVerdictError: a file cannot be looked at; to start from an older set, or from nothing, would be wrong.
     """
     skipped: list[str] = []
     for info in find_sets(root):
         if info.fault is None and info.record is not None:
             candidate = CheckpointSet(info.path, info.record)
-            reason = next(iter(candidate.faults()), None) if deep else None
-            reason = reason or (accept(candidate) if accept else None)
+            reason = strangeness(info.path, candidate.meta, home)
+            if reason is None and deep:
+                reason = next(iter(candidate.faults()), None)
             if reason is None:
                 return candidate, skipped
             skipped.append(reason)
@@ -262,26 +279,31 @@ def locate(path: Path) -> tuple[Path, bool]:
     Raises:
         CheckpointError: it is none of these.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CheckpointError(f"{path}: no such folder; give a run's folder, its checkpoints folder or one set")
-    if (path / COMMIT_NAME).exists() or parse_set_name(path.resolve().name):
+    if os.path.lexists(path / COMMIT_NAME) or _set_named(path):
         return path, True
     for root in (path / "checkpoints", path):
-        if root.is_dir() and any(parse_set_name(name) for name in os.listdir(root)):
-            return root, False
+        try:
+            if os.path.isdir(root) and any(parse_set_name(name) for name in os.listdir(root)):
+                return root, False
+        except OSError as error:
+            raise CheckpointError(f"{root}: cannot be listed ({error.strerror})") from error
     raise CheckpointError(f"{path}: holds no checkpoint (no folder step-… in it or in its checkpoints/)")
 
 
 def choose(path: Path, *, deep: bool) -> tuple[CheckpointSet, list[str]]:
-    """The set that a user's path names: itself, or the newest valid one in the folder; with what was passed over.
+    """The set that a user's path names: itself, or the newest valid one of the run in the folder.
+
+    With a line for each that was passed over.
 
     Raises:
-        CheckpointError: there is none that verifies.
+        CheckpointError: there is none that verifies, or the folder's `run.json` does not say which run is in it.
     """
     where, is_set = locate(path)
     if is_set:
         return open_set(where), []
-    found, skipped = newest_valid(where, deep=deep)
+    found, skipped = newest_valid(where, deep=deep, home=home_of(where))
     if found is None:
         raise CheckpointError(
             f"{where}: none of its {len(skipped)} sets is valid; the newest: {''.join(skipped[:1])}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -99,7 +100,8 @@ def lines_of(report: Report) -> list[str]:
     if "error" in h5py:
         lines.append(f"h5py       {h5py['error']}")
     else:
-        parallel = "with MPI" if h5py["mpi"] else "without MPI: one file per rank"
+        files = "one file per rank, or one for all" if h5py["mpi"] else "one file per rank"
+        parallel = f"with{'' if h5py['mpi'] else 'out'} MPI: {files}"
         lines.append(f"h5py       {h5py['version']}, HDF5 {h5py['hdf5']}, {parallel}")
     if "error" in torch:
         lines.append(f"torch      {torch['error']}")
@@ -143,10 +145,12 @@ def _cupy() -> Report:
 def _h5py() -> Report:
     import h5py
 
+    # Debian's h5py is its parallel build under mpirun only.
+    parallel = importlib.util.find_spec("h5py._debian_h5py_mpi") is not None
     return {
         "version": h5py.version.version,
         "hdf5": h5py.version.hdf5_version,
-        "mpi": bool(h5py.get_config().mpi),
+        "mpi": parallel or bool(h5py.get_config().mpi),
     }
 
 

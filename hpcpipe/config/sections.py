@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_serializer, field_validator, model_validator
 
 from hpcpipe.config.base import (
+    LARGEST,
     Count,
     Mistakes,
     Names,
@@ -25,6 +26,21 @@ from hpcpipe.config.base import (
 from hpcpipe.hints import did_you_mean
 
 _CANNOT_BE_CAUGHT = ("SIGKILL", "SIGSTOP")
+_TIME = re.compile(r"(?P<count>\d+\.?\d*|\.\d+) ?(?:(?P<s>s|sec|seconds?)|(?P<min>min|minutes?)|h|hours?)")
+
+
+def _seconds(text: str) -> float:
+    """The length of a time with its unit; 0.0 if it is none."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return 0.0
+    return float(found["count"]) * (1 if found["s"] else 60 if found["min"] else 3600)
+
+
+def _is_time(text: str) -> str:
+    if not 0 < _seconds(text) < LARGEST:
+        raise ValueError(f'must be a time with its unit, as in "120s", "5min" or "1.5h", got {shown(text)}')
+    return text
 
 
 class RunSection(Section):
@@ -41,7 +57,7 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the stages compute; auto takes a GPU where torch finds one."""
     threads: Count | None = None
-    """Compute threads of each rank; left out, OMP_NUM_THREADS and torch's own choice stand."""
+    """Compute threads of each rank; left out, OMP_NUM_THREADS or what the rank was given of its host decides."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Type of weights and activations in the passes."""
     log_every: Count = 10
@@ -52,12 +68,19 @@ class RunSection(Section):
     """Write trace.json, a timeline of all ranks."""
     stop_signals: Names = ("SIGUSR1", "SIGTERM")
     """Signals that ask for a checkpoint and a clean end."""
+    stop_before: Annotated[str, AfterValidator(_is_time)] | None = None
+    """Stop so long before the end of a Slurm allocation, as in "120s", "5min" or "0.5h"; never when left out."""
     stall_warning_s: NotNegative = 60.0
     """Seconds without a message after which the waiting rank says what it waits for; 0 is never."""
     stall_abort_s: NotNegative = 600.0
     """Seconds without a message after which the job is ended; 0 is never."""
     init_from: Annotated[str, Field(min_length=1)] | None = None
     """Start from these weights: a safetensors file, a run folder or a checkpoint; none when left out."""
+
+    @property
+    def stop_before_s(self) -> float | None:
+        """stop_before in seconds."""
+        return None if self.stop_before is None else _seconds(self.stop_before)
 
     @field_validator("stop_signals")
     @classmethod
@@ -212,8 +235,12 @@ class CheckpointConfig(Section):
     """Keep this many newest checkpoints."""
     keep_every: Whole = 0
     """Also keep the first checkpoint at or past each multiple of this many minibatches; 0 is none."""
+    max_failures: Whole = 3
+    """End the run after this many checkpoints in a row that could not be written; 0 is never."""
     cut: Literal["inflight", "drain"] = "inflight"
     """Store the minibatches in flight, or drain the pipeline first (needs less memory, costs time)."""
+    file: Literal["rank", "shared"] = "rank"
+    """One file a rank, or one for all that they wait for each other to write (needs h5py built with MPI)."""
 
     @property
     def repeats(self) -> bool:

@@ -51,7 +51,7 @@ def auto_plan(
     kept = Path(config.run.out) / PLAN_NAME
     table: dict[str, Any] | None = None
     with world.together("looking for the plan of this run"):
-        if world.rank == 0 and resuming and kept.exists():
+        if world.rank == 0 and resuming and kept.is_file():
             table = _kept(kept, world.size, say)
     table = world.broadcast_json(table, what="the plan from rank 0")
     if table is not None:

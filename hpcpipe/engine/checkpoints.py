@@ -7,21 +7,20 @@ unless a cut comes while the write of the one before is not done. Names and byte
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcpipe.checkpoint.background import BackgroundWriter
 from hpcpipe.checkpoint.interval import young_daly
-from hpcpipe.checkpoint.layout import FileReport, new_set_directory
-from hpcpipe.checkpoint.record import commit
-from hpcpipe.checkpoint.retention import retire
+from hpcpipe.checkpoint.layout import FileReport, new_set_directory, rank_name, set_name
+from hpcpipe.checkpoint.origin import run_of
+from hpcpipe.engine.committing import Committer
+from hpcpipe.engine.cuts import Cut, Cuts
+from hpcpipe.engine.failures import reason_of
 from hpcpipe.engine.runner import StageRunner
-from hpcpipe.engine.snapshot import HostCopies, named_state, stage_meta
-from hpcpipe.errors import HpcpipeError
+from hpcpipe.engine.snapshot import HostCopies
 from hpcpipe.transport.reports import Reports
 from hpcpipe.transport.wait import Condition, Waiter
 from hpcpipe.transport.world import World
@@ -31,21 +30,19 @@ _FAILED = 0
 REPORT_LENGTH = 2 + len(FileReport._fields)
 
 
-@dataclass(kw_only=True)
-class _Cut:
-    """A cut that some of the rank's stages have passed; the stage of the loss may be at the next one already."""
+class _Outcome(NamedTuple):
+    """How the write of one rank went: its report, or None and the errno."""
 
-    copies: HostCopies
-    stage_metas: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
+    rank: int
+    report: FileReport | None
+    number: int
 
 
 class Checkpoints:
     """The checkpoints of one rank.
 
-    `places` is how many stages (or replicas of one) the rank owns, `meta` the JSON that describes the run; `say`
-    takes a line for the user. `committed` is the step (minibatches applied) of the newest set that rank 0 has
-    committed, None before the first.
+    `places` is how many stages (or replicas of one) the rank owns, `meta` the JSON that describes the run (`run`
+    in it is its id); `max_failures`, `check` and `say` are what `Committer` takes.
     """
 
     def __init__(
@@ -59,25 +56,39 @@ class Checkpoints:
         keep_last: int,
         keep_every: int | None,
         say: Callable[[str], None],
+        max_failures: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.committed: int | None = None
         self.copy_seconds = 0.0
         self._root = root
         self._world = world
         self._waiter = waiter
-        self._places = places
-        self._meta = meta
-        self._keep_last = keep_last
-        self._keep_every = keep_every
-        self._say = say
+        self._run = run_of(meta)
+        self._committer = Committer(
+            root,
+            meta=meta,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            say=say,
+            max_failures=max_failures,
+            check=check,
+        )
         self._writer = BackgroundWriter()
         self._writing = 0
         self._reports = Reports(world, waiter, length=REPORT_LENGTH)
-        self._gathering: dict[int, _Cut] = {}
-        self._spare: list[HostCopies] = []
+        self._cuts = Cuts(places)
         self._copies: HostCopies | None = None
-        self._uncommitted: defaultdict[int, list[FileReport | None]] = defaultdict(list)
+        self._uncommitted: defaultdict[int, list[_Outcome]] = defaultdict(list)
         self._directories: dict[int, Path] = {}
+
+    @property
+    def committed(self) -> int | None:
+        """The step (minibatches applied) of the newest set that rank 0 has committed, None before the first."""
+        return self._committer.committed
+
+    @committed.setter
+    def committed(self, step: int | None) -> None:
+        self._committer.committed = step
 
     @property
     def write_seconds(self) -> float:
@@ -91,7 +102,7 @@ class Checkpoints:
         """
         if self._writer.seconds:
             return young_daly(self.write_seconds, between_failures_s)
-        return None if self._writer.busy or self._gathering else 0.0
+        return None if self._writer.busy or self._cuts.pending else 0.0
 
     def take(self, runner: StageRunner) -> bool:
         """Copy the state of a stage that has just passed a cut; True when it was the rank's last stage to do so.
@@ -99,47 +110,53 @@ class Checkpoints:
         The write of the whole rank then starts in the background.
         """
         step = runner.weights.newest
-        cut = self._gathering.get(step) or self._begin(step)
-        began = time.perf_counter()
-        for path, tensor in named_state(runner):
-            cut.copies.copy(path, tensor)
-        cut.stage_metas[str(runner.stage.index)] = stage_meta(runner)
-        cut.seconds += time.perf_counter() - began
-        if len(cut.stage_metas) < self._places:
+        if not self._cuts.knows(step):
+            # One write at a time, so that its memory serves the next cut as well.
+            self._finish_write()
+        cut = self._cuts.take(runner)
+        if cut is None:
             return False
         self._finish_write()
-        self._write(step, self._gathering.pop(step))
+        self._write(step, cut)
         return True
 
     def poll(self) -> None:
-        """Report a write that is done, and on rank 0 commit a set that is complete; cheap, never waits."""
+        """Report a write that is done, and on rank 0 commit a set that is complete; cheap, never waits.
+
+        Raises:
+            FolderLostError: on rank 0, if the folder is no longer the run's, or too many sets in a row failed.
+        """
         if self._writer.busy:
             self._report()
         if self._world.rank == 0:
             self._collect(self._reports.poll())
 
     def finish(self) -> int | None:
-        """Wait for the last write and the last commit; the step committed last, the same on every rank."""
+        """Wait for the last write and the last commit; the step committed last, the same on every rank.
+
+        Raises:
+            FolderLostError: on rank 0, as `poll`.
+        """
         with self._waiter.patiently():
             self._finish_write()
             self._collect(self._reports.finish())
             step: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
         return step
 
-    def _begin(self, step: int) -> _Cut:
-        # One write at a time, so that its memory serves the next cut as well.
-        self._finish_write()
-        copies = self._spare.pop() if self._spare else HostCopies()
-        copies.clear()
-        cut = self._gathering[step] = _Cut(copies=copies)
-        return cut
+    def demand(self, step: int, committed: int | None) -> None:
+        """As `Committer.demand`."""
+        self._committer.demand(step, committed)
 
-    def _write(self, step: int, cut: _Cut) -> None:
+    def _write(self, step: int, cut: Cut) -> None:
         self.copy_seconds = cut.seconds
         self._writing = step
         self._copies = cut.copies
-        directory = self._directories[step] = new_set_directory(self._root, step)
-        meta = {"step": step, "stages": cut.stage_metas}
+        try:
+            directory = self._directories[step] = new_set_directory(self._root, step)
+        except OSError as error:
+            self._tell(_FAILED, error.errno or 0)
+            return
+        meta = {"step": step, "run": self._run, "stages": cut.stage_metas}
         self._writer.submit(directory, self._world.rank, cut.copies.arrays, meta, cut.copies.bf16)
 
     def _finish_write(self) -> None:
@@ -156,39 +173,33 @@ class Checkpoints:
         try:
             report = self._writer.poll()
         except OSError as error:
-            self._say(f"rank {self._world.rank}: checkpoint of step {self._writing} was NOT written: {error}")
-            self._reports.send([self._writing, _FAILED, *([0] * len(FileReport._fields))])
+            self._tell(_FAILED, error.errno or 0)
         else:
             if report is None:
                 return False
-            self._reports.send([self._writing, _WRITTEN, *report])
-        if self._copies is not None:
-            self._spare.append(self._copies)
-            self._copies = None
+            self._tell(_WRITTEN, *report)
         return True
 
+    def _tell(self, outcome: int, *values: int) -> None:
+        """Tell rank 0 how the write went: the report of the file, or the errno. The copies are free again."""
+        fields = [*values, *([0] * (len(FileReport._fields) - len(values)))]
+        self._reports.send([self._writing, outcome, *fields])
+        if self._copies is not None:
+            self._cuts.give_back(self._copies)
+            self._copies = None
+
     def _collect(self, arrived: list[tuple[int, list[int]]]) -> None:
-        for _, (step, outcome, *fields) in arrived:
-            reports = self._uncommitted[step]
-            reports.append(FileReport(*fields) if outcome == _WRITTEN else None)
-            if len(reports) == self._world.size:
+        for rank, (step, outcome, *fields) in arrived:
+            outcomes = self._uncommitted[step]
+            outcomes.append(_Outcome(rank, FileReport(*fields) if outcome == _WRITTEN else None, fields[0]))
+            if len(outcomes) == self._world.size:
                 self._commit(step, self._uncommitted.pop(step))
 
-    def _commit(self, step: int, reports: list[FileReport | None]) -> None:
-        directory = self._directories.pop(step)
-        whole = [report for report in reports if report is not None]
-        if len(whole) < len(reports):
-            self._say(f"checkpoint of step {step} is not committed: {len(reports) - len(whole)} ranks failed")
-            return
-        try:
-            commit(directory, whole, {**self._meta, "step": step})
-        except (OSError, HpcpipeError) as error:
-            self._say(f"checkpoint of step {step} is not committed: {error}")
-            return
-        self.committed = step
-        try:
-            faults = retire(self._root, self._keep_last, self._keep_every).faults
-        except HpcpipeError as error:
-            faults = [str(error)]
-        for fault in faults:
-            self._say(f"an old checkpoint is still there: {fault}")
+    def _commit(self, step: int, outcomes: list[_Outcome]) -> None:
+        directory = self._directories.pop(step, self._root / set_name(step))
+        failed = [(outcome.rank, outcome.number) for outcome in outcomes if outcome.report is None]
+        if failed:
+            reason = reason_of(failed, lambda rank: directory / rank_name(rank))
+            self._committer.failed(step, directory, reason)
+        else:
+            self._committer.commit(step, directory, [o.report for o in outcomes if o.report is not None])

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import hpcpipe
 from hpcpipe.config import RunConfig
+from hpcpipe.durable import replace_file
 from hpcpipe.engine.describe import describe, kept_for_cuts, uneven_rounds
+from hpcpipe.engine.folder import RunFolder
 from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.resources import peak_memory_bytes
 from hpcpipe.engine.restore import Resume
@@ -118,9 +119,12 @@ def rank_summary(
 
 
 def summarise(
-    world: World, directory: Path, mine: dict[str, Any], summary: dict[str, Any], *, trace: bool, say: Say
+    world: World, folder: RunFolder, mine: dict[str, Any], summary: dict[str, Any], *, trace: bool, say: Say
 ) -> None:
-    """Write summary.json, and trace.json if asked, from what every rank hands in; say the figures."""
+    """Write summary.json, and trace.json if asked, from what every rank hands in; say the figures.
+
+    What the disk does not take is said, and costs nothing else.
+    """
     everyone = world.gather_json(mine, what="the summary of all ranks")
     if everyone is None:
         return
@@ -128,11 +132,13 @@ def summarise(
     parts = [entry.pop("figures") for entry in everyone]
     figures: dict[str, float] = next(part for part in parts if part is not None)
     if trace:
-        (directory / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    summary = {**summary, "figures": figures, "ranks": everyone}
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        timeline = json.dumps({"traceEvents": events})
+        folder.keep("trace.json", lambda path: replace_file(path, timeline.encode()))
+    whole = json.dumps({**summary, "figures": figures, "ranks": everyone}, indent=2) + "\n"
+    folder.keep("summary.json", lambda path: replace_file(path, whole.encode()))
     for note in dict.fromkeys(note for entry in everyone for note in entry["notes"]):
         say(note)
     shown = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
     say(f"{summary['steps']} steps in {summary['train_seconds']:.1f} s: {shown}")
-    say(f"metrics: {directory / 'metrics.jsonl'}; checkpoints: {directory / 'checkpoints'}")
+    say(f"metrics: {folder.path / 'metrics.jsonl'}; checkpoints: {folder.checkpoints}")
+    folder.remind()

@@ -88,6 +88,11 @@ def _buffers_next(runner: StageRunner) -> Mapping[str, Tensor]:
     return runner.buffers if before is None else before
 
 
+def meta_name(place: Place) -> str:
+    """What the meta of a stage's replica is kept under; apart for each, as one file may hold several."""
+    return f"{place.stage}.{place.replica}" if place.replica else str(place.stage)
+
+
 def stage_meta(runner: StageRunner) -> dict[str, Any]:
     """What the tree cannot say: whose it is, updates, versions, what is in flight, which inputs want gradients."""
     return {

@@ -25,16 +25,19 @@ from hpcpipe.engine.assemble import build_runners, connect, lay_out, learning_ra
 from hpcpipe.engine.autoplan import PLAN_NAME, auto_plan
 from hpcpipe.engine.checkpoints import Checkpoints
 from hpcpipe.engine.folder import RunFolder
-from hpcpipe.engine.loop import Ending, Engine, NoRecord
+from hpcpipe.engine.loop import Engine, NoRecord
+from hpcpipe.engine.placement import find_placement
 from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.planned import plan_named, remarks
 from hpcpipe.engine.report import announce, rank_summary, summarise
-from hpcpipe.engine.resources import choose_device, set_threads
+from hpcpipe.engine.resources import choose_device, set_threads, shared_devices
 from hpcpipe.engine.run_file import agreed_run, naming
 from hpcpipe.engine.runner import StageRunner
-from hpcpipe.engine.signals import on_signals, stop_file
+from hpcpipe.engine.shared_checkpoints import SharedCheckpoints, refuse_without_parallel_hdf5
+from hpcpipe.engine.signals import StopSignals
 from hpcpipe.engine.steering import Steering
-from hpcpipe.errors import EXIT_DONE, EXIT_REQUEUE, HpcpipeError
+from hpcpipe.engine.stopping import Stopping, taken_up
+from hpcpipe.errors import EXIT_DONE, EXIT_REQUEUE
 from hpcpipe.models.layers import LayerSpec
 from hpcpipe.observe.activity import Activity
 from hpcpipe.observe.metrics import MetricsFile
@@ -58,52 +61,68 @@ class TrainOptions:
     overwrite: bool = False
 
 
-def train(world: World, options: TrainOptions) -> int:
+def train(world: World, options: TrainOptions, signals: StopSignals | None = None) -> int:
     """Run one training job on this rank; the exit code, the same on all ranks.
+
+    `signals` are the stop signals of this process; without them only a STOP file and the time can stop the run.
 
     Raises UserError for wrong input, and whatever a rank meets on its way: the caller ends the job.
     """
-    return _Job(world, agreed_run(world, options.run_file, options.overrides), options).run()
+    return _Job(world, agreed_run(world, options.run_file, options.overrides), options, signals).run()
 
 
 class _Job:
     """The parts of one run on one rank, in the order in which they come to be."""
 
-    def __init__(self, world: World, config: RunConfig, options: TrainOptions) -> None:
+    def __init__(
+        self, world: World, config: RunConfig, options: TrainOptions, signals: StopSignals | None
+    ) -> None:
         self._world = world
         self._config = config
         self._options = options
         self._directory = Path(config.run.out)
         self._began = time.perf_counter()
-        with world.together("choosing the device"), naming(options.run_file):
-            self._device = choose_device(config, world)
-        self._threads = set_threads(config, world)
+        placement = find_placement(world)
+        with world.together("looking for what the run needs"), naming(options.run_file):
+            self._device = choose_device(config, placement)
+            if config.checkpoint.file == "shared":
+                refuse_without_parallel_hdf5()
+        self._threads = set_threads(config, placement)
+        shared = shared_devices(world, self._device)
+        # Which number a rank has on its host decides about its GPU alone.
+        numbering = placement.remarks if self._device.type == "cuda" else ()
+        self._placement_notes = [self._threads.line, *numbering, *shared]
         self._waiter = Waiter(
             rank=world.rank,
             warn_after_s=config.run.stall_warning_s or float("inf"),
             abort_after_s=config.run.stall_abort_s or None,
         )
         world.waiter = self._waiter
+        self._stopping = Stopping(world, config, signals, say=self._say)
 
     def run(self) -> int:
-        folder = RunFolder(
+        with RunFolder(
             self._directory,
             world=self._world,
             resume=self._options.resume,
             overwrite=self._options.overwrite,
             say=self._say,
-        )
-        folder.claim()
-        data, specs, plan, schedule, notes = self._prepare()
+        ) as folder:
+            folder.claim()
+            return self._train(folder)
+
+    def _train(self, folder: RunFolder) -> int:
+        data, specs, plan, schedule, notes = self._prepare(folder)
         resume = folder.choose_start(plan, schedule, self._config)
         if resume is not None:
             schedule = replace(schedule, first=resume.first)
         places = plan.places_of(self._world.rank)
         self._waiter.describe = lambda: _named(places)
+        self._world.name_ranks(lambda rank: f"rank {rank} ({_named(plan.places_of(rank))})")
         transport, transport_notes = self._transport(plan)
         steering, checkpoints = self._checkpointing(folder, plan, schedule, len(places))
         checkpoints.committed = None if resume is None else resume.step
-        on_signals(self._config.run.stop_signals, steering.request)
+        self._stopping.direct_to(steering)
         with self._world.together("building the stages"):
             runners, build_notes = build_runners(
                 self._config,
@@ -125,12 +144,13 @@ class _Job:
             plan,
             schedule,
             resume,
-            [f"transport: {transport.line}", *notes],
-            threads=self._threads,
+            [self._stopping.line(schedule), f"transport: {transport.line}", *self._placement_notes, *notes],
+            threads=self._threads.count,
             say=self._say,
         )
         with self._recording(plan, schedule, resume, data) as record:
             activity = Activity(rank=self._world.rank, origin=self._common_origin(), trace=self._config.run.trace)
+            self._waiter.task = activity.task
             engine = Engine(
                 schedule=schedule,
                 runners=runners,
@@ -163,22 +183,24 @@ class _Job:
             "wall_seconds": time.perf_counter() - self._began,
             "checkpoint_step": committed,
         }
-        summarise(self._world, self._directory, mine, summary, trace=self._config.run.trace, say=self._say)
-        return self._exit_code(ending, committed)
+        summarise(self._world, folder, mine, summary, trace=self._config.run.trace, say=self._say)
+        with self._world.together("looking at the last checkpoint"):
+            checkpoints.demand(ending.last_update + 1, committed)
+        return EXIT_REQUEUE if ending.stopped else EXIT_DONE
 
     # -- before training --
 
-    def _prepare(self) -> tuple[Dataset, list[LayerSpec], Plan, Schedule, list[str]]:
+    def _prepare(self, folder: RunFolder) -> tuple[Dataset, list[LayerSpec], Plan, Schedule, list[str]]:
         """Data, model and plan: the same on every rank, so what is wrong with them is said once; and remarks."""
         config = self._config
         with self._world.together("preparing the data"), naming(self._options.run_file):
             data = build_dataset(config.data, config.run.seed)
-        file = self._plan_file(data)
+        file = self._plan_file(folder, data)
         with self._world.together("preparing model and plan"), naming(self._options.run_file):
             specs, plan, schedule = lay_out(config, data, self._world.size, file)
         return data, specs, plan, schedule, [] if file is None else remarks(file, config, self._device)
 
-    def _plan_file(self, data: Dataset) -> PlanFile | None:
+    def _plan_file(self, folder: RunFolder, data: Dataset) -> PlanFile | None:
         """The plan to train by; None where [pipeline] itself says how to split."""
         chosen = self._config.pipeline.plan
         if chosen is None:
@@ -189,8 +211,7 @@ class _Job:
         file = auto_plan(self._config, self._world, data, device=self._device, resuming=resuming, say=self._say)
         with self._world.together("keeping the plan"):
             if self._world.rank == 0:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                save_plan(file, self._directory / PLAN_NAME)
+                folder.keep(PLAN_NAME, lambda path: save_plan(file, path))
         return file
 
     def _transport(self, plan: Plan) -> tuple[Transport, list[str]]:
@@ -213,9 +234,10 @@ class _Job:
 
     def _checkpointing(
         self, folder: RunFolder, plan: Plan, schedule: Schedule, places: int
-    ) -> tuple[Steering, Checkpoints]:
+    ) -> tuple[Steering, Checkpoints | SharedCheckpoints]:
         settings = self._config.checkpoint
         meta = {
+            "run": folder.run,
             "fingerprint": plan.fingerprint,
             "first": schedule.first,
             "identity": restore.identity(plan, schedule, self._config),
@@ -227,7 +249,8 @@ class _Job:
             "mpi": self._world.library,
             "host": platform.node(),
         }
-        checkpoints = Checkpoints(
+        kind = SharedCheckpoints if settings.file == "shared" else Checkpoints
+        checkpoints = kind(
             folder.checkpoints,
             world=self._world,
             waiter=self._waiter,
@@ -235,7 +258,9 @@ class _Job:
             meta=meta,
             keep_last=settings.keep_last,
             keep_every=settings.keep_every or None,
-            say=self._say,
+            say=say,
+            max_failures=settings.max_failures,
+            check=folder.check,
         )
 
         def interval() -> float | None:
@@ -246,7 +271,8 @@ class _Job:
         steering = Steering(
             schedule,
             every=settings.every,
-            asked=stop_file(self._directory),
+            asked=self._stopping.asked,
+            taken_up=lambda request, minibatch: self._say(taken_up(request, minibatch, schedule, self._config)),
             seconds=interval,
         )
         return steering, checkpoints
@@ -307,17 +333,6 @@ class _Job:
             return value
         total = self._world.all_reduce_sum(np.array([value]), what="the gradient norm of all stages")
         return float(total[0])
-
-    # -- after training --
-
-    def _exit_code(self, ending: Ending, committed: int | None) -> int:
-        if committed != ending.last_update + 1:
-            if self._world.rank == 0:
-                raise HpcpipeError(
-                    f"{self._directory}: the last checkpoint (step {ending.last_update + 1}) was not written"
-                )
-            raise HpcpipeError("rank 0 reports that the last checkpoint could not be written")
-        return EXIT_REQUEUE if ending.stopped else EXIT_DONE
 
     def _say(self, line: str) -> None:
         if self._config.run.progress != "off":

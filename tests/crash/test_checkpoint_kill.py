@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -9,7 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from hpcpipe.checkpoint.sets import newest_valid
+from tests.crash import struck
 from tests.unit.checkpoint_samples import Array, random_array, same_bits
 
 _RANKS = 2
@@ -67,3 +71,31 @@ def test_a_writer_killed_at_random_moments_never_costs_a_committed_set(tmp_path:
             assert all(same_bits(tree[path], array) for path, array in _tree(found.step, rank).items())
         last = found.step
     assert last >= 12
+
+
+def test_a_writer_killed_at_each_single_step_leaves_a_whole_set_and_the_next_one_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run([sys.executable, "-m", "tests.crash.struck", tmp_path], check=True, timeout=240)
+    # Nobody pulls the plug on what follows.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+    roots = sorted(tmp_path.iterdir())
+    newest = []
+    for root in roots:
+        found, _ = newest_valid(root)
+        assert found is not None, root
+        for rank in range(struck.RANKS):
+            stored = found.read_rank(rank).tree
+            assert all(same_bits(stored[path], a) for path, a in struck.tree(found.step, rank).items())
+        newest.append(found.step)
+
+        struck.checkpoint(root, 4)
+        assert [path.name for path in root.iterdir()] == ["step-0000000004"], root
+        assert len(list(root.rglob("*"))) == 1 + struck.RANKS + 1
+
+    # The older set up to one step, the newer from there on; steps before, at and behind the commit were hit.
+    commit_at = newest.index(3)
+    assert newest == [1] * commit_at + [3] * (len(newest) - commit_at)
+    assert commit_at > 20
+    assert len(newest) - commit_at > 10

@@ -19,6 +19,7 @@ from hpcpipe.models.build import build_layers, split_layers
 from hpcpipe.models.layers import inspect_layers, make_layers
 from hpcpipe.models.loss import Loss, make_loss
 from hpcpipe.seeding import layer_key, pass_seed
+from tests.oracle.runs import Outcome
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -162,3 +163,18 @@ class TorchOptimizer:
             }
             for state in names
         }
+
+
+def start_from(
+    start: Outcome, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor], optimizer: TorchOptimizer
+) -> None:
+    """Go on with the weights, buffers and momentum that a run had reached, of those that are named here."""
+    assert not optimizer.adamw
+    for name, parameter in parameters.items():
+        parameter.data.copy_(start.weights[name])
+    for name, buffer in buffers.items():
+        buffer.data.copy_(start.buffers[name])
+    if optimizer.torch is not None:
+        for state, tensors in start.state.items():
+            for name, parameter in parameters.items():
+                optimizer.torch.state[parameter][state] = tensors[name].clone()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpipe.config import RunConfig
-from tests.oracle.parts import TorchOptimizer, parts_of
+from tests.oracle.parts import TorchOptimizer, parts_of, start_from
 from tests.oracle.runs import Outcome
 
 
@@ -20,17 +20,22 @@ def rows_of_microbatches(rows: int, microbatches: int) -> list[int]:
     return [whole + 1] * extra + [whole] * (microbatches - extra)
 
 
-def train_plainly(config: RunConfig) -> Outcome:
-    """Train as `config` says, but on one stage, one minibatch after the other."""
+def train_plainly(config: RunConfig, *, begin: int = 0, start: Outcome | None = None) -> Outcome:
+    """Train as `config` says, but on one stage, one minibatch after the other.
+
+    With `start`, from minibatch `begin` on, with the weights, buffers and momentum given; for SGD.
+    """
     parts = parts_of(config, 1)
     net = parts.slices[0]
     for layer in net.layers:
         layer.to(parts.dtype)
     parameters: dict[str, nn.Parameter] = {n: p for n, p in net.parameters().items() if p.requires_grad}
     optimizer = TorchOptimizer(config, parameters)
+    if start is not None:
+        start_from(start, parameters, net.buffers(), optimizer)
     microbatches = config.pipeline.microbatches
     losses = []
-    for j in range(parts.minibatches):
+    for j in range(begin, parts.minibatches):
         for parameter in parameters.values():
             parameter.grad = None
         inputs, targets = parts.inputs(j), parts.data.targets(j)

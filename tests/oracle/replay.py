@@ -16,7 +16,8 @@ round of r_k, with the mean of its gradients (1F1B-RR): j becomes the round m = 
 rate is that of its last minibatch.
 
 Where the pipeline is drained for checkpoints, each stretch between two drains is a run of its own that starts from
-the weights (and the velocity) of the one before: 0 becomes the first minibatch of the stretch.
+the weights (and the velocity) of the one before: 0 becomes the first minibatch of the stretch. So does a run that
+goes on from a checkpoint on another pipeline.
 
 Its purpose is to be an oracle: it shares no code with hpcpipe.schedule, hpcpipe.optim or the engine's passes.
 """
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcpipe.config import RunConfig
-from tests.oracle.parts import Parts, Slice, TorchOptimizer, parts_of
+from tests.oracle.parts import Parts, Slice, TorchOptimizer, parts_of, start_from
 from tests.oracle.runs import Outcome
 from tests.oracle.timeline import simulate, updates_before_return, warm_up
 
@@ -93,10 +94,10 @@ class Recurrence:
         return self.aim(stage, j) - self.backward_version(stage, j) if self.policy == "spectrain" else 0
 
 
-def stretches(config: RunConfig, minibatches: int) -> list[tuple[int, int]]:
-    """[first, last) of each stretch from fill to drain."""
+def stretches(config: RunConfig, start: int, minibatches: int) -> list[tuple[int, int]]:
+    """[first, last) of each stretch from fill to drain, of a run that begins at minibatch `start`."""
     length = config.checkpoint.every if config.checkpoint.cut == "drain" else minibatches
-    return [(first, min(first + length, minibatches)) for first in range(0, minibatches, length)]
+    return [(first, min(first + length, minibatches)) for first in range(start, minibatches, length)]
 
 
 class ReplayStage:
@@ -105,7 +106,9 @@ class ReplayStage:
     `labels` are the minibatches whose learning rate each update of the run takes.
     """
 
-    def __init__(self, parts: Parts, index: int, replicas: int, labels: Sequence[int]) -> None:
+    def __init__(
+        self, parts: Parts, index: int, replicas: int, labels: Sequence[int], start: Outcome | None = None
+    ) -> None:
         self.net: Slice = parts.slices[index]
         self.parts = parts
         self.labels = labels
@@ -118,6 +121,9 @@ class ReplayStage:
         for layer in self.net.layers:
             layer.to(parts.dtype)
         self.optimizer = TorchOptimizer(config, self.masters)
+        self.has_velocity = start is not None
+        if start is not None:
+            start_from(start, self.masters, self.net.buffers(), self.optimizer)
         self.versions: list[Named] = [self._copy_of_masters()]
         self.velocities: list[dict[str, Named]] = [self.optimizer.state()]
         self.flights: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
@@ -150,7 +156,7 @@ class ReplayStage:
             reach = math.fsum(rate * momentum ** (i + 1) for i, rate in enumerate(rates))
         else:
             reach = math.fsum(rates)
-        if version == 0:
+        if version == 0 and not self.has_velocity:
             return weight
         state = {key: tensors[name] for key, tensors in self.velocities[version].items()}
         if self.optimizer.adamw:
@@ -219,12 +225,22 @@ class ReplayStage:
         }
 
 
-def replay(config: RunConfig, stages: int | Sequence[int], recurrence: type[Recurrence] = Recurrence) -> Outcome:
-    """Train as `config` says on a pipeline of so many stages, or of these replicas of each, pass after pass."""
+def replay(
+    config: RunConfig,
+    stages: int | Sequence[int],
+    recurrence: type[Recurrence] = Recurrence,
+    *,
+    begin: int = 0,
+    start: Outcome | None = None,
+) -> Outcome:
+    """Train as `config` says on a pipeline of so many stages, or of these replicas of each, pass after pass.
+
+    With `start`, from minibatch `begin` on, with the weights, buffers and velocity given; for SGD.
+    """
     replicas = (1,) * stages if isinstance(stages, int) else tuple(stages)
     parts = parts_of(config, len(replicas))
-    spans = stretches(config, parts.minibatches)
-    pipeline = [ReplayStage(parts, k, r, _labels(spans, r)) for k, r in enumerate(replicas)]
+    spans = stretches(config, begin, parts.minibatches)
+    pipeline = [ReplayStage(parts, k, r, _labels(spans, r), start) for k, r in enumerate(replicas)]
     losses: dict[int, Tensor] = {}
     for first, last in spans:
         made = [len(stage.versions) - 1 for stage in pipeline]
@@ -233,7 +249,7 @@ def replay(config: RunConfig, stages: int | Sequence[int], recurrence: type[Recu
         weights=_with_frozen(pipeline),
         buffers={name: b for stage in pipeline for name, b in stage.mean_buffers().items()},
         state=_joined([stage.velocities[-1] for stage in pipeline]),
-        losses=[float(losses[j].detach()) for j in range(parts.minibatches)],
+        losses=[float(losses[j].detach()) for j in range(begin, parts.minibatches)],
     )
 
 

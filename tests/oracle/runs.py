@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,31 +96,33 @@ def failure_of(config: RunConfig, kind: type[Exception]) -> str:
 
 def outcome_of(directory: Path) -> Outcome:
     """What a finished run left in its folder."""
-    found = open_set(find_sets(directory / "checkpoints")[0].path)
-    weights: dict[str, Tensor] = {}
-    buffers: dict[str, Tensor] = {}
-    state: dict[str, dict[str, Tensor]] = {}
-    for layer in found.layers:
-        part = found.read_layer(layer)
-        for path, array in part.tree.items():
-            tensor = to_tensor(array, path in part.bf16)
-            kind, _, own = path.partition("/")
-            if kind == "parameters":
-                weights[f"{layer}.{own}"] = tensor
-            elif kind == "buffers":
-                buffers[f"{layer}.{own}"] = tensor
-            elif kind == "optimizer":
-                name, _, own = own.partition("/")
-                state.setdefault(name, {})[f"{layer}.{own}"] = tensor
+    held = held_by(find_sets(directory / "checkpoints")[0].path)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return Outcome(
-        weights=weights,
-        buffers=buffers,
-        state=state,
+    return replace(
+        held,
         losses=[line["loss"] for line in lines if "loss" in line],
         evaluations={line["step"]: line["evaluation"] for line in lines if "evaluation" in line},
         summary=json.loads((directory / "summary.json").read_text()),
     )
+
+
+def held_by(path: Path, buffers: str = "buffers") -> Outcome:
+    """What one checkpoint holds, without losses; `buffers_next` are those that another plan goes on with."""
+    found = open_set(path)
+    held = Outcome(weights={}, buffers={}, state={}, losses=[])
+    for layer in found.layers:
+        part = found.read_layer(layer)
+        for stored, array in part.tree.items():
+            tensor = to_tensor(array, stored in part.bf16)
+            kind, _, own = stored.partition("/")
+            if kind == "parameters":
+                held.weights[f"{layer}.{own}"] = tensor
+            elif kind == buffers:
+                held.buffers[f"{layer}.{own}"] = tensor
+            elif kind == "optimizer":
+                name, _, own = own.partition("/")
+                held.state.setdefault(name, {})[f"{layer}.{own}"] = tensor
+    return held
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:

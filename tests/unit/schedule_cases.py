@@ -62,10 +62,12 @@ def pipedream(
     )
 
 
-def lists_of(schedule: Schedule, groups: Sequence[Sequence[Place]] | None = None) -> list[list[Action]]:
-    """The complete list of each rank."""
+def lists_of(
+    schedule: Schedule, groups: Sequence[Sequence[Place]] | None = None, *, after: int | None = None
+) -> list[list[Action]]:
+    """The complete list of each rank, or what is behind U(`after`)."""
     ranks = [[place] for place in schedule.places] if groups is None else groups
-    return [list(rank_actions(schedule, places)) for places in ranks]
+    return [list(rank_actions(schedule, places, after=after)) for places in ranks]
 
 
 def changed(lists: list[list[Action]], action: Action, **changes: object) -> list[list[Action]]:

@@ -126,8 +126,12 @@ def test_an_override_below_a_value_is_refused() -> None:
         (b"[run]\nepochs = ten\n", "is not valid TOML: "),
         (b"[run]\nout = '\xff'\n", "is not UTF-8 text (byte 13)"),
         (b"", "model.name: missing"),
+        (b"a = " + b"[" * 5000, "is not valid TOML: nested too deeply"),
+        (b"a = " + b"9" * 5000, "is not valid TOML: "),
+        (b"#" * (17 << 20), "longer than 16 MiB"),
+        (b'"a\\n\\u001b[2J" = 1', "a\\n\\x1b[2J: "),
     ],
-    ids=["no TOML", "no UTF-8", "empty"],
+    ids=["no TOML", "no UTF-8", "empty", "deep", "many digits", "long", "commands to a terminal"],
 )
 def test_a_file_that_is_no_run_file_is_one_line(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "job.toml"
@@ -139,6 +143,13 @@ def test_a_file_that_is_no_run_file_is_one_line(tmp_path: Path, content: bytes, 
     assert str(caught.value).startswith(f"{path}: ")
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_override_that_is_no_text_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"--set run.out=\\udcff: is not UTF-8"):
+        parse_run(MINIMAL, overrides=["run.out=\udcff"])
+    with pytest.raises(ConfigError, match=r"^--set: optimizer.lr: "):
+        parse_run(MINIMAL, overrides=["optimizer.lr=" + "[" * 5000])
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from hpcpipe.engine import restore
 from hpcpipe.engine.assemble import build_runners, lay_out
 from hpcpipe.engine.plan import Plan
 from hpcpipe.engine.runner import StageRunner
-from hpcpipe.engine.snapshot import HostCopies, named_state, stage_meta
+from hpcpipe.engine.snapshot import HostCopies, meta_name, named_state, stage_meta
 from hpcpipe.engine.steering import Steering
 from hpcpipe.schedule import Action, Op, Place, Schedule
 from tests.oracle.runs import configured
@@ -99,7 +99,7 @@ class Job:
             copies = HostCopies()
             for path, tensor in named_state(runner):
                 copies.copy(path, tensor)
-            meta = {"step": step, "stages": {str(place.stage): stage_meta(runner)}}
+            meta = {"step": step, "stages": {meta_name(place): stage_meta(runner)}}
             rank = ranks_of_stage[place.stage][place.replica]
             reports.append(write_rank_file(directory, rank, copies.arrays, meta, copies.bf16))
         meta = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcpipe.errors import FolderError
 from hpcpipe.observe.activity import Activity
 from hpcpipe.observe.metrics import MetricsFile
 from hpcpipe.observe.progress import Progress
@@ -54,6 +55,24 @@ def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tmp_path: Path) -> 
     MetricsFile(path, keep_until=50).close()
 
     assert [line["step"] for line in _lines(path)] == [10]
+
+
+def test_a_torn_line_in_the_middle_is_cut_out_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10, "loss": 1.0}\n{"step": 20, "lo\n{"step": 30, "loss": 2.0}\n')
+
+    metrics = MetricsFile(path, keep_until=50)
+    metrics.write({"step": 60, "loss": 3.0})
+    metrics.close()
+
+    assert [line["step"] for line in _lines(path)] == [10, 30, 60]
+
+
+def test_metrics_that_cannot_be_opened_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+
+    with pytest.raises(FolderError, match=r"metrics.jsonl: cannot be written \(Is a directory\)"):
+        MetricsFile(tmp_path / "metrics.jsonl", keep_until=0)
 
 
 def test_a_fresh_run_starts_a_file_of_its_own(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
@@ -109,3 +110,23 @@ def test_the_check_of_a_gpu_ends_with_one_line_where_there_is_none(tmp_path: Pat
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "no GPU here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "--after", "3", "--", "true"], "say which with --cut-off HOST"),
+        (["run", "--cut-off", "1", "--", "true"], "either --after or --when"),
+        (["run", "--cut-off", "1", "--after", "3", "--when", "there", "--", "true"], "either --after or --when"),
+        (["run", "--cut-off", "2", "--after", "3", "--", "true"], "a host from 0 to 1"),
+        (["cut", "199"], "0 boxes with a host 199 stand"),
+        (["mend", "199"], "0 boxes with a host 199 stand"),
+    ],
+)
+def test_a_host_is_cut_off_only_where_it_is_clear_which_and_when(words: list[str], told: str) -> None:
+    commands = runpy.run_path(str(TOOLS / "net_box.py"))["main"]
+
+    shown = CliRunner().invoke(commands, words)
+
+    assert shown.exit_code != 0
+    assert told in shown.output
