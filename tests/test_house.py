@@ -25,14 +25,16 @@ LONGEST_MODULE = 400
 ARROWS = {
     "errors": set(),
     "schedule": {"errors"},
-    "config": {"errors", "hints"},
+    "config": {"errors", "hints", "untrusted"},
     "native": set(),
     "durable": set(),
     "hints": set(),
-    "planning": {"errors", "durable", "hints", "schedule"},
+    "batch": {"errors"},
+    "untrusted": set(),
+    "planning": {"errors", "durable", "hints", "untrusted", "schedule"},
     "simulation": {"errors", "schedule", "planning"},
-    "checkpoint": {"errors", "durable"},
-    "observe": {"errors", "schedule", "config"},
+    "checkpoint": {"errors", "durable", "untrusted"},
+    "observe": {"errors", "durable", "schedule", "config"},
     "transport": {"errors"},
     "optim": {"errors", "native"},
     "seeding": set(),
@@ -41,6 +43,8 @@ ARROWS = {
     "models": {"errors", "config", "datasets", "seeding", "user_code"},
     "engine": {
         "errors",
+        "durable",
+        "untrusted",
         "seeding",
         "schedule",
         "config",
@@ -77,6 +81,8 @@ ARROWS = {
         "optim",
         "engine",
         "bench",
+        "batch",
+        "untrusted",
     },
 }
 # Libraries that a part must be usable without.
@@ -87,6 +93,8 @@ WITHOUT = {
     "native": {"torch", "mpi4py", "cupy", "h5py", "numpy"},
     "durable": {"torch", "mpi4py", "cupy", "h5py", "numpy", "pydantic"},
     "hints": {"torch", "mpi4py", "cupy", "h5py", "numpy", "pydantic"},
+    "untrusted": {"torch", "mpi4py", "cupy", "h5py", "numpy", "pydantic"},
+    "batch": {"torch", "mpi4py", "cupy", "h5py", "numpy", "pydantic"},
     "planning": {"torch", "mpi4py", "cupy", "h5py", "pydantic"},
     "simulation": {"torch", "mpi4py", "cupy", "h5py", "pydantic"},
     "checkpoint": {"torch", "mpi4py", "cupy"},
@@ -233,6 +241,28 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     assert edges == {}
 
 
+def calls_of(path: Path) -> Iterator[tuple[str, set[str]]]:
+    """What a file calls, as it is written, and the names of the arguments that are not plainly False."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            off = [it for it in node.keywords if isinstance(it.value, ast.Constant) and it.value.value is False]
+            yield ast.unparse(node.func), {keyword.arg or "" for keyword in node.keywords if keyword not in off}
+
+
+LOADERS = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml", "runpy"}
+RUNNERS = re.compile(r"(builtins\.)?(eval|exec|compile|__import__)|torch\.load|.*\.read_pickle")
+
+
+def test_nothing_that_is_read_is_ever_run() -> None:
+    sources = [*modules(), *(ROOT / "tools").rglob("*.py")]
+
+    loaders = {(name_of(path), it) for path in sources for it in imports_of(path) if it.split(".")[0] in LOADERS}
+    runners = {(name_of(path), call) for path in sources for call, _ in calls_of(path) if RUNNERS.fullmatch(call)}
+    pickles = {(name_of(path), call) for path in sources for call, on in calls_of(path) if "allow_pickle" in on}
+
+    assert loaders | runners | pickles == set()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -243,6 +273,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
         ["profile", "--help"],
         ["plan", "tests/data/profiles/vgg16.txt", "--ranks", "4"],
         ["simulate", "--help"],
+        ["job", "jobs/digits-mlp.toml", "--scheduler", "slurm", "--ranks-per-node", "4", "--time", "1:00:00"],
     ],
     ids=" ".join,
 )

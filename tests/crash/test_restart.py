@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from hpcpipe.checkpoint.sets import choose
 from tests.crash.killing import (
     TIME_LIMIT_S,
     digest_of,
-    kill_one_rank,
     losses_of,
     ranks_of,
     run_file_of,
@@ -22,28 +20,6 @@ from tests.crash.killing import (
     wait_for_steps,
 )
 from tests.mpi.launch import Result
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("policy", ["stash", "spectrain"])
-def test_a_run_killed_at_any_moment_and_resumed_equals_the_unbroken_one_to_the_bit(
-    tmp_path: Path, policy: str, optimizer: str
-) -> None:
-    run_file = run_file_of(tmp_path, policy, optimizer)
-    unbroken = train(run_file, tmp_path / "unbroken")
-    assert unbroken.rc == 0, str(unbroken)
-    chooser = random.Random(f"{policy} {optimizer}")
-
-    for _ in range(3):
-        # Two thirds of a run: some kills come before the first checkpoint, most in the middle.
-        after_s = chooser.uniform(0.3, 0.7) * unbroken.seconds
-        rc = kill_one_rank(run_file, tmp_path / "killed", after_s=after_s, chooser=chooser)
-        assert rc != 0
-    last = train(run_file, tmp_path / "killed", "--resume", "auto")
-
-    assert last.rc == 0, str(last)
-    assert digest_of(tmp_path / "killed") == digest_of(tmp_path / "unbroken")
-    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "unbroken")
 
 
 def test_the_same_stages_on_other_ranks_continue_to_the_bit(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-from hpcpipe.transport.launcher import family_of, mpirun_path
+from tools.torture_parts import jobs
+from tools.torture_parts.jobs import launch_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "programs"
@@ -60,39 +60,28 @@ def run_alone(
     timeout_s: float = 60.0,
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    python: str = sys.executable,
 ) -> Result:
     """The same without mpirun: one process, as a user starts it by mistake or on purpose."""
-    command = [sys.executable, *_python_arguments(program), *arguments]
+    command = [python, *_python_arguments(program), *arguments]
     return supervise(command, timeout_s=timeout_s, environment=environment, cwd=cwd)
 
 
-def mpirun(program: str | Path | Sequence[str], ranks: int, *arguments: str) -> list[str]:
-    """The command line of such a run, for tests that start and kill it themselves."""
-    path = mpirun_path()
-    assert path is not None, "no mpirun beside this Python nor on the PATH"
-    more_ranks_than_cores = ["--oversubscribe"] if _is_openmpi(path) else []
-    return [
-        path,
-        *more_ranks_than_cores,
-        "-n",
-        str(ranks),
-        sys.executable,
-        *_python_arguments(program),
-        *arguments,
-    ]
+def mpirun(
+    program: str | Path | Sequence[str],
+    ranks: int,
+    *arguments: str,
+    launcher: str | None = None,
+    python: str = sys.executable,
+) -> list[str]:
+    """The command line of such a run, for tests that start and kill it themselves, or with another stack."""
+    return launch_line(ranks, [*_python_arguments(program), *arguments], launcher=launcher, python=python)
 
 
 def rank_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a run: one thread a rank, this checkout importable, root and oversubscription allowed."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONUNBUFFERED": "1",
-    }
-    return {**environment, **(extra or {})}
+    """The environment of a run here, with this checkout importable."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return jobs.rank_environment({"PYTHONPATH": path, **(extra or {})})
 
 
 def supervise(
@@ -156,9 +145,3 @@ def _python_arguments(program: str | Path | Sequence[str]) -> list[str]:
         path = Path(program)
         return [str(path if path.is_absolute() else PROGRAMS / path)]
     return list(program)
-
-
-@cache
-def _is_openmpi(path: str) -> bool:
-    shown = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    return family_of(shown.stdout + shown.stderr) == "openmpi"
