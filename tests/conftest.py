@@ -12,13 +12,14 @@ import subprocess
 from collections.abc import Generator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcpipe.transport.launcher import mpirun_path
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-SHARED_FIXTURES = [Path(__file__).parent / name for name in ("slurm", "debian")]
+SHARED_FIXTURES = ("tests/slurm", "tests/debian")
 """Folders whose tests share what takes long to set up."""
 NO_GPU = "no CUDA device on this machine"
 
@@ -30,14 +31,24 @@ def pytest_report_header() -> list[str]:
     return [f"hpcpipe: {', '.join(versions)}; {_mpirun_version()}; {os.cpu_count()} cores, {platform.machine()}"]
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu, and keep together what one worker of pytest-xdist should run."""
+    """Mark everything in tests/gpu."""
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.needs_gpu)
-        folder = next((one for one in SHARED_FIXTURES if one in item.path.parents), item.path)
-        item.add_marker(pytest.mark.xdist_group(folder.name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run beside each other, let one worker run a whole file, or a folder with common fixtures."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFolder(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            folder = nodeid.rpartition("::")[0].rpartition("/")[0]
+            return folder if folder in SHARED_FIXTURES else super()._split_scope(nodeid)
+
+    return ByFolder(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

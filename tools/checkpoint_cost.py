@@ -20,6 +20,7 @@ import click
 from hpcpipe.bench.pipeline import Side, prepare, side
 from hpcpipe.engine.assemble import lay_out
 from hpcpipe.engine.checkpoints import Checkpoints
+from hpcpipe.engine.committing import Committer
 from hpcpipe.engine.steering import Steering
 from hpcpipe.schedule import Schedule
 from hpcpipe.transport.job import run_job
@@ -81,16 +82,14 @@ def _measure(world: World, block: int, turns: int, as_json: bool) -> int:
         config, data = prepare(world, str(run_file), (f"run.max_steps={total}", f"run.epochs={total}"))
         _, _, schedule = lay_out(config, data, world.size)
         cuts = Cuts(schedule)
-        checkpoints = Checkpoints(
+        committer = Committer(
             folder / "checkpoints",
-            world=world,
-            waiter=world.waiter,
-            places=1,
             meta={},
             keep_last=1,
             keep_every=None,
             say=lambda line: click.echo(line, err=True),
         )
+        checkpoints = Checkpoints(committer, world=world, waiter=world.waiter, places=1)
         trainer, transport = side(world, config, data, steering=cuts, checkpoints=checkpoints)
         trainer.advance(block)
         seconds: dict[bool, list[float]] = {False: [], True: []}

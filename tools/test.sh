@@ -34,7 +34,7 @@ check ruff check
 check ruff format --check
 check mypy --strict hpcpipe
 # Most tests wait for something now and then, so two at a time take little more than half as long.
-check_tests -n 2 --dist loadgroup -m "not alone" "$@"
+check_tests -n 2 -m "not alone" "$@"
 check_tests -m alone "$@"
 [[ $ran == yes ]] || failed+=("pytest, which found no such test")
 

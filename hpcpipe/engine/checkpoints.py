@@ -8,14 +8,12 @@ unless a cut comes while the write of the one before is not done. Names and byte
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpcpipe.checkpoint.background import BackgroundWriter
 from hpcpipe.checkpoint.interval import young_daly
 from hpcpipe.checkpoint.layout import FileReport, new_set_directory, rank_name, set_name
-from hpcpipe.checkpoint.origin import run_of
 from hpcpipe.engine.committing import Committer
 from hpcpipe.engine.cuts import Cut, Cuts
 from hpcpipe.engine.failures import reason_of
@@ -39,40 +37,13 @@ class _Outcome(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one rank.
+    """The checkpoints of one rank; `places` is how many stages (or replicas of one) it owns."""
 
-    `places` is how many stages (or replicas of one) the rank owns, `meta` the JSON that describes the run (`run`
-    in it is its id); `max_failures`, `check` and `say` are what `Committer` takes.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        *,
-        world: World,
-        waiter: Waiter,
-        places: int,
-        meta: dict[str, Any],
-        keep_last: int,
-        keep_every: int | None,
-        say: Callable[[str], None],
-        max_failures: int = 0,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, committer: Committer, *, world: World, waiter: Waiter, places: int) -> None:
         self.copy_seconds = 0.0
-        self._root = root
+        self._committer = committer
         self._world = world
         self._waiter = waiter
-        self._run = run_of(meta)
-        self._committer = Committer(
-            root,
-            meta=meta,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            say=say,
-            max_failures=max_failures,
-            check=check,
-        )
         self._writer = BackgroundWriter()
         self._writing = 0
         self._reports = Reports(world, waiter, length=REPORT_LENGTH)
@@ -80,15 +51,6 @@ class Checkpoints:
         self._copies: HostCopies | None = None
         self._uncommitted: defaultdict[int, list[_Outcome]] = defaultdict(list)
         self._directories: dict[int, Path] = {}
-
-    @property
-    def committed(self) -> int | None:
-        """The step (minibatches applied) of the newest set that rank 0 has committed, None before the first."""
-        return self._committer.committed
-
-    @committed.setter
-    def committed(self, step: int | None) -> None:
-        self._committer.committed = step
 
     @property
     def write_seconds(self) -> float:
@@ -140,23 +102,21 @@ class Checkpoints:
         with self._waiter.patiently():
             self._finish_write()
             self._collect(self._reports.finish())
-            step: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
+            step: int | None = self._world.broadcast_json(
+                self._committer.committed, what="the step of the last checkpoint"
+            )
         return step
-
-    def demand(self, step: int, committed: int | None) -> None:
-        """As `Committer.demand`."""
-        self._committer.demand(step, committed)
 
     def _write(self, step: int, cut: Cut) -> None:
         self.copy_seconds = cut.seconds
         self._writing = step
         self._copies = cut.copies
         try:
-            directory = self._directories[step] = new_set_directory(self._root, step)
+            directory = self._directories[step] = new_set_directory(self._committer.root, step)
         except OSError as error:
             self._tell(_FAILED, error.errno or 0)
             return
-        meta = {"step": step, "run": self._run, "stages": cut.stage_metas}
+        meta = {"step": step, "run": self._committer.run, "stages": cut.stage_metas}
         self._writer.submit(directory, self._world.rank, cut.copies.arrays, meta, cut.copies.bf16)
 
     def _finish_write(self) -> None:
@@ -164,7 +124,7 @@ class Checkpoints:
             with self._waiter.patiently():
                 self._waiter.wait(
                     [Condition(self._report)],
-                    f"the checkpoint of step {self._writing} to be written to {self._root}",
+                    f"the checkpoint of step {self._writing} to be written to {self._committer.root}",
                     kind="checkpoint",
                 )
 
@@ -196,7 +156,7 @@ class Checkpoints:
                 self._commit(step, self._uncommitted.pop(step))
 
     def _commit(self, step: int, outcomes: list[_Outcome]) -> None:
-        directory = self._directories.pop(step, self._root / set_name(step))
+        directory = self._directories.pop(step, self._committer.root / set_name(step))
         failed = [(outcome.rank, outcome.number) for outcome in outcomes if outcome.report is None]
         if failed:
             reason = reason_of(failed, lambda rank: directory / rank_name(rank))

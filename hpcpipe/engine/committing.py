@@ -21,9 +21,10 @@ from hpcpipe.errors import CheckpointError, HpcpipeError
 class Committer:
     """Commits sets below `root`.
 
-    `meta` is the JSON that describes the run; the `keep_last` newest sets are kept, and the first one at or past
-    each multiple of `keep_every` (None: no others). After `max_failures` failed sets in a row the run ends (0:
-    never). `check` raises if the folder is no longer the run's. `say` takes a line for the user.
+    `meta` is the JSON that describes the run (`run` in it is its id); the `keep_last` newest sets are kept, and
+    the first one at or past each multiple of `keep_every` (None: no others). After `max_failures` failed sets in a
+    row the run ends (0: never). `check` raises if the folder is no longer the run's. `say` takes a line for the
+    user.
 
     `committed` is the step (minibatches applied) of the newest set that was committed, None before the first;
     whoever resumes sets it to that of the checkpoint it starts from.
@@ -40,10 +41,11 @@ class Committer:
         max_failures: int = 0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
+        self.root = root
+        self.run = run_of(meta)
         self.committed: int | None = None
         self.failures = WriteFailures(root, limit=max_failures, say=say)
         self._check = check
-        self._root = root
         self._meta = meta
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -64,7 +66,7 @@ class Committer:
         self.committed = step
         self.failures.clear()
         try:
-            faults = retire(self._root, self._keep_last, self._keep_every, run=run_of(self._meta)).faults
+            faults = retire(self.root, self._keep_last, self._keep_every, run=self.run).faults
         except HpcpipeError as error:
             faults = [str(error)]
         for fault in faults:

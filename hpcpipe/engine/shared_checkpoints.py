@@ -8,13 +8,11 @@ to come to its own; so all of them get to the meeting, each after its own last u
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hpcpipe.checkpoint.interval import young_daly
 from hpcpipe.checkpoint.layout import new_set_directory, set_name
-from hpcpipe.checkpoint.origin import run_of
 from hpcpipe.checkpoint.shared_file import has_parallel_hdf5, write_shared_file
 from hpcpipe.engine.committing import Committer
 from hpcpipe.engine.cuts import Cut, Cuts
@@ -34,49 +32,20 @@ def refuse_without_parallel_hdf5() -> None:
         )
 
 
+def ranks_of_one_file(ranks_of_stage: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Whose file holds each replica of each stage, for the record of a set: readers find one file, rank 0's."""
+    return [[0] * len(ranks) for ranks in ranks_of_stage]
+
+
 class SharedCheckpoints:
     """The part of one rank in checkpoints of one file; takes what `checkpoints.Checkpoints` takes."""
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        world: World,
-        waiter: Waiter,
-        places: int,
-        meta: dict[str, Any],
-        keep_last: int,
-        keep_every: int | None,
-        say: Callable[[str], None],
-        max_failures: int = 0,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, committer: Committer, *, world: World, waiter: Waiter, places: int) -> None:
         self.write_seconds = 0.0
-        self._root = root
+        self._committer = committer
         self._world = world
         self._waiter = waiter
-        self._run = run_of(meta)
         self._cuts = Cuts(places)
-        # Readers look for a stage's arrays in the files of its ranks.
-        ranks = [[0] * len(ranks_of_stage) for ranks_of_stage in meta["ranks"]]
-        self._committer = Committer(
-            root,
-            meta={**meta, "ranks": ranks},
-            keep_last=keep_last,
-            keep_every=keep_every,
-            say=say,
-            max_failures=max_failures,
-            check=check,
-        )
-
-    @property
-    def committed(self) -> int | None:
-        """The step (minibatches applied) of the newest set that rank 0 has committed, None before the first."""
-        return self._committer.committed
-
-    @committed.setter
-    def committed(self, step: int | None) -> None:
-        self._committer.committed = step
 
     def optimal_interval(self, between_failures_s: float) -> float:
         """Seconds between checkpoints after Young and Daly, from the measured cost of the last one; 0 before."""
@@ -109,16 +78,14 @@ class SharedCheckpoints:
     def finish(self) -> int | None:
         """The step committed last, the same on every rank."""
         with self._waiter.patiently():
-            step: int | None = self._world.broadcast_json(self.committed, what="the step of the last checkpoint")
+            step: int | None = self._world.broadcast_json(
+                self._committer.committed, what="the step of the last checkpoint"
+            )
         return step
-
-    def demand(self, step: int, committed: int | None) -> None:
-        """As `Committer.demand`."""
-        self._committer.demand(step, committed)
 
     def _write(self, step: int, cut: Cut) -> None:
         directory = Path(self._world.broadcast_json(self._directory(step), what="the folder of the checkpoint"))
-        meta = {"step": step, "run": self._run, "stages": cut.stage_metas}
+        meta = {"step": step, "run": self._committer.run, "stages": cut.stage_metas}
         try:
             report = write_shared_file(self._world, directory, cut.copies.arrays, meta, cut.copies.bf16)
         except CheckpointError as error:
@@ -131,6 +98,6 @@ class SharedCheckpoints:
     def _directory(self, step: int) -> str:
         """The folder for the set, as rank 0 finds it; what is wrong with it shows when it is written to."""
         try:
-            return str(new_set_directory(self._root, step))
+            return str(new_set_directory(self._committer.root, step))
         except OSError:
-            return str(self._root / set_name(step))
+            return str(self._committer.root / set_name(step))

@@ -24,6 +24,7 @@ from hpcpipe.engine import restore
 from hpcpipe.engine.assemble import build_runners, connect, lay_out, learning_rate
 from hpcpipe.engine.autoplan import PLAN_NAME, auto_plan
 from hpcpipe.engine.checkpoints import Checkpoints
+from hpcpipe.engine.committing import Committer
 from hpcpipe.engine.folder import RunFolder
 from hpcpipe.engine.loop import Engine, NoRecord
 from hpcpipe.engine.placement import find_placement
@@ -33,7 +34,11 @@ from hpcpipe.engine.report import announce, rank_summary, summarise
 from hpcpipe.engine.resources import choose_device, set_threads, shared_devices
 from hpcpipe.engine.run_file import agreed_run, naming
 from hpcpipe.engine.runner import StageRunner
-from hpcpipe.engine.shared_checkpoints import SharedCheckpoints, refuse_without_parallel_hdf5
+from hpcpipe.engine.shared_checkpoints import (
+    SharedCheckpoints,
+    ranks_of_one_file,
+    refuse_without_parallel_hdf5,
+)
 from hpcpipe.engine.signals import StopSignals
 from hpcpipe.engine.steering import Steering
 from hpcpipe.engine.stopping import Stopping, taken_up
@@ -120,8 +125,7 @@ class _Job:
         self._waiter.describe = lambda: _named(places)
         self._world.name_ranks(lambda rank: f"rank {rank} ({_named(plan.places_of(rank))})")
         transport, transport_notes = self._transport(plan)
-        steering, checkpoints = self._checkpointing(folder, plan, schedule, len(places))
-        checkpoints.committed = None if resume is None else resume.step
+        steering, checkpoints, committer = self._checkpointing(folder, plan, schedule, resume, len(places))
         self._stopping.direct_to(steering)
         with self._world.together("building the stages"):
             runners, build_notes = build_runners(
@@ -185,7 +189,7 @@ class _Job:
         }
         summarise(self._world, folder, mine, summary, trace=self._config.run.trace, say=self._say)
         with self._world.together("looking at the last checkpoint"):
-            checkpoints.demand(ending.last_update + 1, committed)
+            committer.demand(ending.last_update + 1, committed)
         return EXIT_REQUEUE if ending.stopped else EXIT_DONE
 
     # -- before training --
@@ -233,28 +237,25 @@ class _Job:
         return transport, notes
 
     def _checkpointing(
-        self, folder: RunFolder, plan: Plan, schedule: Schedule, places: int
-    ) -> tuple[Steering, Checkpoints | SharedCheckpoints]:
+        self, folder: RunFolder, plan: Plan, schedule: Schedule, resume: restore.Resume | None, places: int
+    ) -> tuple[Steering, Checkpoints | SharedCheckpoints, Committer]:
         settings = self._config.checkpoint
+        shared = settings.file == "shared"
         meta = {
             "run": folder.run,
             "fingerprint": plan.fingerprint,
             "first": schedule.first,
             "identity": restore.identity(plan, schedule, self._config),
             "minibatches": schedule.minibatches,
-            "ranks": plan.ranks_of_stage,
+            "ranks": ranks_of_one_file(plan.ranks_of_stage) if shared else plan.ranks_of_stage,
             "config": self._config.to_toml(),
             "hpcpipe": hpcpipe.__version__,
             "torch": torch.__version__,
             "mpi": self._world.library,
             "host": platform.node(),
         }
-        kind = SharedCheckpoints if settings.file == "shared" else Checkpoints
-        checkpoints = kind(
+        committer = Committer(
             folder.checkpoints,
-            world=self._world,
-            waiter=self._waiter,
-            places=places,
             meta=meta,
             keep_last=settings.keep_last,
             keep_every=settings.keep_every or None,
@@ -262,6 +263,9 @@ class _Job:
             max_failures=settings.max_failures,
             check=folder.check,
         )
+        committer.committed = None if resume is None else resume.step
+        kind = SharedCheckpoints if shared else Checkpoints
+        checkpoints = kind(committer, world=self._world, waiter=self._waiter, places=places)
 
         def interval() -> float | None:
             if settings.mtbf_hours is not None:
@@ -275,7 +279,7 @@ class _Job:
             taken_up=lambda request, minibatch: self._say(taken_up(request, minibatch, schedule, self._config)),
             seconds=interval,
         )
-        return steering, checkpoints
+        return steering, checkpoints, committer
 
     def _load(
         self, runners: Mapping[int, StageRunner], resume: restore.Resume | None, schedule: Schedule
