@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+import numpy as np
 
 from hpcpipe.checkpoint.interval import young_daly
 from hpcpipe.checkpoint.layout import new_set_directory, set_name
@@ -18,8 +21,12 @@ from hpcpipe.engine.committing import Committer
 from hpcpipe.engine.cuts import Cut, Cuts
 from hpcpipe.engine.runner import StageRunner
 from hpcpipe.errors import CheckpointError, ConfigError
+from hpcpipe.transport.deadline import limited
 from hpcpipe.transport.wait import Waiter
 from hpcpipe.transport.world import World
+
+SLOWEST_DISK = 1e6
+"""Bytes per second below which a write is taken for lost."""
 
 
 def refuse_without_parallel_hdf5() -> None:
@@ -64,13 +71,23 @@ class SharedCheckpoints:
         if cut is None:
             return False
         # HDF5 is not entered before all are there: only waits of our own keep the messages of others moving.
-        self._world.barrier(f"all ranks to come to the checkpoint of step {step}")
+        mine = np.array([float(sum(array.nbytes for array in cut.copies.arrays.values()))])
+        total = self._world.all_reduce_sum(mine, what=f"all ranks to come to the checkpoint of step {step}")
         began = time.perf_counter()
-        with self._waiter.patiently(), self._waiter.busy(f"writing the checkpoint of step {step}"):
+        with (
+            self._limited(float(total[0])),
+            self._waiter.patiently(),
+            self._waiter.busy(f"writing the checkpoint of step {step}"),
+        ):
             self._write(step, cut)
         self.write_seconds = cut.seconds + time.perf_counter() - began
         self._cuts.give_back(cut.copies)
         return True
+
+    def _limited(self, nbytes: float) -> AbstractContextManager[None]:
+        """An end for a meeting in which a rank is lost: inside HDF5 the others cannot ask for it."""
+        stall = self._waiter.abort_after_s
+        return limited(None if stall is None else stall + nbytes / SLOWEST_DISK)
 
     def poll(self) -> None:
         """There is nothing to look after between two cuts."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.mpi.launch import Result, descendants, kill_tree, mpirun, rank_environment, run
+from tests.mpi.launch import Result, descendants, going_on, mpirun, run
 from tools.torture_parts.jobs import HPCPIPE, is_rank
 from tools.torture_parts.runs import digest_of as digest_of
 from tools.torture_parts.runs import losses_of as losses_of
@@ -37,18 +37,9 @@ def running(
     run_file: Path, out: Path, *options: str, ranks: int = RANKS, start: Callable[..., list[str]] = mpirun
 ) -> Iterator[subprocess.Popen[str]]:
     """A run that goes on while the block does; nothing of it is left behind it. `start` makes its command line."""
-    process = subprocess.Popen(
-        start(HPCPIPE, ranks, "train", str(run_file), "--out", str(out), *options),
-        env=rank_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+    command = start(HPCPIPE, ranks, "train", str(run_file), "--out", str(out), *options)
+    with going_on(command, stdout=subprocess.DEVNULL) as process:
         yield process
-    finally:
-        kill_tree(process.pid)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +112,32 @@ def supervise(
         stdout, stderr = process.communicate()
         rc = TIMED_OUT
     return Result(rc=rc, stdout=stdout, stderr=stderr, seconds=time.monotonic() - started)
+
+
+@contextmanager
+def going_on(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdout: int = subprocess.PIPE,
+    stderr: int = subprocess.PIPE,
+) -> Iterator[subprocess.Popen[str]]:
+    """A command that goes on while the block does; nothing of it is left behind it."""
+    process = subprocess.Popen(
+        command,
+        env=rank_environment(environment),
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        kill_tree(process.pid)
 
 
 def kill_tree(pid: int) -> None:

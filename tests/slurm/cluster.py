@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.crash.killing import digest_of, losses_of
-from tests.mpi.launch import Result, kill_tree, rank_environment, supervise
+from tests.mpi.launch import Result, going_on, rank_environment, supervise
 from tests.slurm.unhurried import NAP
 from tools.slurm_box import Box, standing
 
@@ -143,20 +143,9 @@ class Cluster:
     @contextmanager
     def step(self, *words: str, nap_s: float = 0.0) -> Iterator[subprocess.Popen[str]]:
         """A command such as srun that goes on while the block does; nothing of it is left behind it."""
-        process = subprocess.Popen(
-            words,
-            env=rank_environment(self.variables(nap_s)),
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
+        variables = self.variables(nap_s)
+        with going_on(words, environment=variables, cwd=self.folder, stderr=subprocess.STDOUT) as process:
             yield process
-        finally:
-            kill_tree(process.pid)
 
 
 @contextmanager
