@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +123,10 @@ def verify(where: Path, as_json: bool) -> None:
     """Read every file of a set (of a folder, of all its sets) and check every checksum.
 
     Prints a line per set that is whole and a line per fault. Ends with 2 if there is a fault, or no whole set
-    at all. A folder without commit record is no fault: its write was cut off, or is going on.
+    at all. A folder without commit record is no fault: its write was cut off, or is going on, or a run that
+    goes on has just removed it.
     """
+    from hpcpipe.checkpoint.layout import COMMIT_NAME
     from hpcpipe.checkpoint.sets import CheckpointSet
 
     results = []
@@ -132,6 +135,10 @@ def verify(where: Path, as_json: bool) -> None:
             faults = CheckpointSet(info.path, info.record).faults()
             if info.fault is not None and info.record.step != info.step:
                 faults.insert(0, info.fault)
+            if faults and not (info.path / COMMIT_NAME).exists():
+                # The run that is still going on has retired it, record first.
+                info = replace(info, committed=False)
+                faults = [f"{info.path}: was removed while it was read"]
         else:
             faults = [str(info.fault)]
         results.append((info, faults))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from safetensors.numpy import load_file
 
 from hpcpipe.checkpoint.digest import digest
 from hpcpipe.checkpoint.layout import rank_name
-from hpcpipe.checkpoint.sets import open_set
+from hpcpipe.checkpoint.sets import CheckpointSet, open_set
 from hpcpipe.cli.checkpoint import checkpoint
 from hpcpipe.errors import CheckpointError
 from tests.unit.checkpoint_samples import layer_tree, same_bits, uncommit, write_set
@@ -124,6 +125,26 @@ def test_verify_ends_with_2_and_a_line_for_each_fault(run_folder: Path) -> None:
 
     sets = json.loads(_run("verify", run_folder, "--json").stdout)["sets"]
     assert [len(s["faults"]) for s in sets] == [1, 1, 1]
+
+
+def test_verify_takes_a_set_that_a_run_retires_meanwhile_for_no_fault(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest = run_folder / "checkpoints" / "step-0000000050"
+    faults = CheckpointSet.faults
+
+    def retired_first(found: CheckpointSet) -> list[str]:
+        if found.path == oldest:
+            shutil.rmtree(oldest)
+        return faults(found)
+
+    monkeypatch.setattr(CheckpointSet, "faults", retired_first)
+
+    done = _run("verify", run_folder)
+
+    assert done.exit_code == 0
+    assert f"ignored: {oldest}: was removed while it was read" in done.stderr
+    assert "step 100" in done.stdout
 
 
 def test_verify_of_leftovers_alone_is_no_success(run_folder: Path) -> None:

@@ -163,7 +163,7 @@ def job_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], J
 
     def made(text: str) -> Job:
         program.write_text(text)
-        monkeypatch.setattr(jobs, "launch_line", lambda ranks, arguments: [sys.executable, str(program)])
+        monkeypatch.setattr(jobs, "launch_line", lambda ranks, arguments, python: [sys.executable, str(program)])
         return Job(1, log=tmp_path / "log")
 
     return made
