@@ -19,6 +19,11 @@ class Indices:
     spelled: str
     at_once: int | None
 
+    @property
+    def limit(self) -> str:
+        """How many may run at a time, as every scheduler writes it behind the list; nothing for any number."""
+        return "" if self.at_once is None else f"%{self.at_once}"
+
 
 def parse_indices(text: str) -> Indices:
     """Read such a list. Raises JobError: it is none, it is empty, or it names an index twice."""

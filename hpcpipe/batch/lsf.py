@@ -6,7 +6,6 @@ from hpcpipe.batch.durations import in_minutes
 from hpcpipe.batch.pieces import (
     KEEPS_ITS_NUMBER,
     GoingOn,
-    command_lines,
     comment,
     decide,
     environment,
@@ -14,7 +13,7 @@ from hpcpipe.batch.pieces import (
     functions,
     paragraphs,
     setting_up,
-    wait_for_ranks,
+    start_in_background,
 )
 from hpcpipe.batch.ranks import mpirun_words, train_words
 from hpcpipe.batch.request import JobRequest
@@ -44,8 +43,7 @@ def lsf_script(request: JobRequest, introduction: str) -> str:
 def _header(request: JobRequest) -> str:
     assert request.time_s is not None
     cpus = request.cpus_per_rank
-    most = "" if request.indices is None or request.indices.at_once is None else f"%{request.indices.at_once}"
-    array = "" if request.indices is None else f"[{request.indices.spelled}]{most}"
+    array = "" if request.indices is None else f"[{request.indices.spelled}]{request.indices.limit}"
     options = [
         f'-J "{request.name}{array}"',
         f"-n {request.ranks}",
@@ -94,9 +92,7 @@ def _start(request: JobRequest) -> str:
     # MPICH's launcher knows LSF, and starts its helpers by blaunch.
     hosts = '"$LSB_DJOB_HOSTFILE"' if request.family == "openmpi" else None
     words = mpirun_words(request, ranks=str(request.ranks), per_node=str(request.ranks_per_node), hosts=hosts)
-    return "\n".join(
-        ["before=$(newest)", command_lines(words, train_words(request)) + " &", wait_for_ranks(request)]
-    )
+    return start_in_background(request, words, train_words(request))
 
 
 def _decide() -> str:

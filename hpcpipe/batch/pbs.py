@@ -12,7 +12,6 @@ from hpcpipe.batch.durations import in_hours
 from hpcpipe.batch.pieces import (
     FOLDER,
     GoingOn,
-    command_lines,
     comment,
     decide,
     environment,
@@ -20,7 +19,7 @@ from hpcpipe.batch.pieces import (
     functions,
     paragraphs,
     setting_up,
-    wait_for_ranks,
+    start_in_background,
 )
 from hpcpipe.batch.ranks import mpirun_words, stopping_in_time, time_left, train_words
 from hpcpipe.batch.request import JobRequest
@@ -61,8 +60,7 @@ def _header(request: JobRequest) -> str:
         if value is not None:
             options.append(f"{option}{value}" if option.endswith("=") else f"{option} {value}")
     if request.indices is not None:
-        most = "" if request.indices.at_once is None else f"%{request.indices.at_once}"
-        options.append(f"-J {request.indices.spelled}{most}")
+        options.append(f"-J {request.indices.spelled}{request.indices.limit}")
     options += request.directives
     return "\n".join(f"#PBS {option}" for option in options)
 
@@ -102,9 +100,7 @@ def _start(request: JobRequest) -> str:
             f"limit={request.time_s}",
             f"lead={request.signal_before_s}",
             *time_left(),
-            "before=$(newest)",
-            command_lines(stopping_in_time(request), words, train_words(request)) + " &",
-            wait_for_ranks(request),
+            start_in_background(request, stopping_in_time(request), words, train_words(request)),
         ]
     )
 

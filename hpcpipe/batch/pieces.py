@@ -103,6 +103,11 @@ def environment(request: JobRequest, threads: str) -> str:
     return "\n".join(lines)
 
 
+def start_in_background(request: JobRequest, *parts: Sequence[str]) -> str:
+    """Start the command of `parts`, as `command_lines` takes them, and wait for it; sets `before` and `code`."""
+    return "\n".join(["before=$(newest)", command_lines(*parts) + " &", wait_for_ranks(request)])
+
+
 def wait_for_ranks(request: JobRequest) -> str:
     """Behind a command in the background: pass signals on to it, and get its exit code.
 

@@ -15,7 +15,7 @@ from hpcpipe.batch.pieces import (
     functions,
     paragraphs,
     setting_up,
-    wait_for_ranks,
+    start_in_background,
 )
 from hpcpipe.batch.ranks import mpirun_words, srun_words, train_words
 from hpcpipe.batch.request import JobRequest
@@ -61,8 +61,7 @@ def _header(request: JobRequest, by_srun: bool) -> str:
         if value is not None:
             options.append(f"{option}={value}")
     if request.indices is not None:
-        most = "" if request.indices.at_once is None else f"%{request.indices.at_once}"
-        options.append(f"--array={request.indices.spelled}{most}")
+        options.append(f"--array={request.indices.spelled}{request.indices.limit}")
     options += request.directives
     options.append(f"--output={request.name}-{'%A_%a' if request.indices is not None else '%j'}.log")
     whom = (
@@ -100,9 +99,7 @@ def _start_by_srun(request: JobRequest) -> str:
 
 def _start_by_mpirun(request: JobRequest) -> str:
     words = mpirun_words(request, ranks='"$SLURM_NTASKS"', per_node='"$SLURM_NTASKS_PER_NODE"')
-    return "\n".join(
-        ["before=$(newest)", command_lines(words, train_words(request)) + " &", wait_for_ranks(request)]
-    )
+    return start_in_background(request, words, train_words(request))
 
 
 def _going_on(array: bool) -> GoingOn:
