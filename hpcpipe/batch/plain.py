@@ -7,7 +7,6 @@ import textwrap
 
 from hpcpipe.batch.pieces import (
     GoingOn,
-    command_lines,
     comment,
     decide,
     environment,
@@ -15,7 +14,7 @@ from hpcpipe.batch.pieces import (
     functions,
     paragraphs,
     setting_up,
-    wait_for_ranks,
+    start_in_background,
 )
 from hpcpipe.batch.ranks import mpirun_words, stopping_in_time, time_left, train_words
 from hpcpipe.batch.request import JobRequest
@@ -82,9 +81,7 @@ def _loop(request: JobRequest) -> str:
     body = "\n".join(
         [
             *(["SECONDS=0", *time_left()] if clock else []),
-            "before=$(newest)",
-            command_lines(*clock, words, train_words(request)) + " &",
-            wait_for_ranks(request),
+            start_in_background(request, *clock, words, train_words(request)),
             "",
             decide(going_on, asked=True),
         ]
